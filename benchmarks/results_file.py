@@ -1,0 +1,66 @@
+"""Published figures: one JSON file per topic, rows replaced by claim and case, never by hand."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vegas_runtime.machine import device_facts, runtime_facts
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        claim: what is measured.
+        case: at which setting.
+        value: point estimate.
+        low: lower end of the 95 % interval, or None.
+        high: upper end, or None.
+        unit: of the value.
+    """
+
+    claim: str
+    case: str
+    value: float
+    low: float | None
+    high: float | None
+    unit: str
+
+
+def write_rows(name: str, rows: Sequence[Row], *, device: str = "cpu") -> Path:
+    """Merge rows into `results/<name>.json`.
+
+    Args:
+        name: topic.
+        rows: figures; a row of the same claim and case is replaced.
+        device: `cpu` or `cuda`.
+
+    Returns:
+        The file written.
+    """
+    path = RESULTS / f"{name}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    own = {(row.claim, row.case) for row in rows}
+    kept = [row for row in before if (row["claim"], row["case"]) not in own]
+    facts = device_facts(device)
+    document = {
+        "machine": facts,
+        "versions": runtime_facts(),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+        ),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "rows": kept + [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
+from vegas_runtime.errors import ModelError
+
+
+@pytest.fixture(scope="session")
+def smollm2_source() -> ModelSource:
+    """SmolLM2-135M from the cache, fetched and converted at first use.
+
+    Where it can be had in no way the test is skipped with the reason; CI (`CI=true`) fails.
+    """
+    try:
+        return fetch(resolve_model("smollm2-135m"), report=print)
+    except ModelError as error:
+        if os.environ.get("CI", "").lower() in ("true", "1"):
+            pytest.fail(f"CI must run the tests on SmolLM2: {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime's cache folder: not there yet, and nothing keeps it from fetching."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("VEGAS_TUNE_CACHE", str(folder))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    return folder

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from synthetic import PLATEAU, RISING, Shape, SyntheticEngine, make_blocks
+
+from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.errors import ConfigError, UsageError, WorkloadError
+from vegas_tune.measure import Measurement, measure
+from vegas_tune.plan import Plan, Point, Predictor, gamma_ladder, make_plan
+
+BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=32)
+
+
+def _plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {"budget_s": 600.0, "tokens": 480}
+    return make_plan(BASE, make_blocks(values.pop("blocks", 3)), **(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("largest", "ladder"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (8, (1, 2, 3, 4, 5, 8)),
+        (15, (1, 2, 3, 4, 5, 7, 10, 15)),
+        (16, (1, 2, 3, 4, 5, 7, 10, 16)),
+        (64, (1, 2, 3, 4, 5, 7, 10, 15, 21, 30, 43, 64)),
+    ],
+)
+def test_gamma_ladder_ends_at_the_largest(largest: int, ladder: tuple[int, ...]) -> None:
+    assert gamma_ladder(largest) == ladder
+
+
+@pytest.mark.parametrize("largest", [0, 65])
+def test_gamma_ladder_refuses_what_no_engine_runs(largest: int) -> None:
+    with pytest.raises(UsageError, match=str(largest)):
+        gamma_ladder(largest)
+
+
+def test_plan_survives_json() -> None:
+    plan = _plan(model={"id": "m", "dtype": "float32"})
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert again.identity == plan.identity
+
+
+def test_a_plan_with_unknown_keys_is_not_read() -> None:
+    with pytest.raises(ValueError, match="colour"):
+        Plan.from_dict(_plan().to_dict() | {"colour": "red"})
+
+
+def test_more_time_is_the_same_plan_and_other_text_is_not() -> None:
+    plan = _plan()
+    assert _plan(budget_s=900.0).identity == plan.identity
+    assert _plan(seed=1).identity != plan.identity
+    other = make_plan(BASE, make_blocks(3, prompt_tokens=1000), budget_s=600.0, tokens=480)
+    assert other.identity != plan.identity
+
+
+def test_validation_text_is_held_out() -> None:
+    for count, search, validation in ((1, (0,), (0,)), (2, (0,), (1,)), (3, (0, 1), (2,))):
+        plan = make_plan(BASE, make_blocks(count), budget_s=600.0, tokens=480)
+        assert (plan.search_blocks, plan.validation_blocks) == (search, validation)
+        assert plan.is_held_out == (count > 1)
+
+
+def test_a_plan_knows_whether_its_text_repeats_itself() -> None:
+    greedy = make_blocks(1, sampling=SamplingConfig())
+    assert make_plan(BASE, greedy, budget_s=600.0, tokens=480).is_greedy
+    assert not _plan().is_greedy
+
+
+def test_every_plain_setting_is_the_same_one() -> None:
+    plan = _plan()
+    assert plan.config(0, 0.02) == plan.config(0, 0.5) == plan.plain
+
+
+def test_bad_candidates_are_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match="budget"):
+        _plan(budget_s=0.0)
+    with pytest.raises(UsageError, match="nothing to tune"):
+        _plan(gammas=(0,))
+    with pytest.raises(ConfigError, match="sparsity_ratio"):
+        _plan(ratios=(0.1, 7.0))
+    with pytest.raises(WorkloadError, match="no prompts"):
+        make_plan(BASE, (), budget_s=600.0, tokens=480)
+
+
+def test_points_have_distinct_names_that_fit_a_file() -> None:
+    plan = _plan()
+    points = [
+        Point(step="2-gamma", config=plan.config(g, r), block=b, replicate=i, max_tokens=1)
+        for g in plan.gammas
+        for r in plan.ratios
+        for b in range(3)
+        for i in range(3)
+    ]
+    keys = {point.key for point in points}
+    assert len(keys) == len(points)
+    assert not any("/" in key for key in keys)
+    assert Point.from_dict(json.loads(json.dumps(points[5].to_dict()))) == points[5]
+
+
+def test_describe_counts_time_and_disk_before_anything_is_measured() -> None:
+    plan = _plan()
+    unknown = plan.describe(prompt_tokens=48_000)
+    assert unknown["expected_s"] is None
+    assert [step["step"] for step in unknown["steps"]] == [
+        "1-sparsity", "2-gamma", "3-refine", "4-validate",
+    ]  # fmt: skip
+    slow = plan.describe(tok_s=1.0, prefill_tok_s=100.0, prompt_tokens=48_000)
+    assert slow["expected_s"] == plan.budget_s
+    fast = plan.describe(tok_s=1e4, prefill_tok_s=1e6, prompt_tokens=48_000)
+    assert 0 < fast["expected_s"] < 30
+    assert fast["disk_bytes"] > 0
+
+
+# ------------------------------------------------------------------ predictor
+
+
+def _figures(shape: Shape, gamma: int, ratio: float, tokens: int = 20_000) -> Measurement:
+    engine = SyntheticEngine(shape, run_cv=0.0, step_cv=0.0)
+    engine.configure(BASE.replace(num_speculative_tokens=gamma, sparsity_ratio=ratio))
+    figures = measure(engine.run(make_blocks(1)[0], replicate=0, max_tokens=tokens, deadline_s=1e9))
+    assert isinstance(figures, Measurement)
+    return figures
+
+
+def _fitted(shape: Shape, measured: list[tuple[int, float]]) -> Predictor:
+    return Predictor(
+        8,
+        [
+            (
+                BASE.replace(num_speculative_tokens=gamma, sparsity_ratio=ratio),
+                _figures(shape, gamma, ratio),
+            )
+            for gamma, ratio in measured
+        ],
+    )
+
+
+@pytest.mark.parametrize("shape", [PLATEAU, RISING], ids=lambda shape: shape.name)
+def test_a_pass_at_the_largest_gamma_predicts_the_smaller_ones(shape: Shape) -> None:
+    predictor = _fitted(shape, [(0, 1.0), (15, 0.05), (15, 0.1)])
+    for gamma in (1, 3, 5, 10):
+        for ratio in (0.05, 0.1):
+            config = BASE.replace(num_speculative_tokens=gamma, sparsity_ratio=ratio)
+            truth = _figures(shape, gamma, ratio).decode_tok_s.est
+            # One block of 8 requests at 20k tokens: about 1 % of acceptance noise on each side.
+            assert predictor.rate(config) == pytest.approx(truth, rel=0.04)
+
+
+def test_the_predictor_reads_between_ratios_and_beyond_gamma() -> None:
+    predictor = _fitted(PLATEAU, [(0, 1.0), (5, 0.05), (5, 0.25)])
+    between = predictor.rate(BASE.replace(num_speculative_tokens=5, sparsity_ratio=0.1))
+    assert between == pytest.approx(PLATEAU.rate(5, 0.1), rel=0.05)
+    beyond = predictor.rate(BASE.replace(num_speculative_tokens=10, sparsity_ratio=0.05))
+    assert beyond == pytest.approx(PLATEAU.rate(10, 0.05), rel=0.25)
+
+
+def test_the_predictor_orders_best_first_and_the_unknown_last() -> None:
+    configs = [BASE.replace(num_speculative_tokens=g, sparsity_ratio=0.05) for g in (15, 1, 4)]
+    known = _fitted(PLATEAU, [(0, 1.0), (15, 0.05)])
+    assert [c.num_speculative_tokens for c in known.best(configs)] == [4, 1, 15]
+    plain_only = _fitted(PLATEAU, [(0, 1.0)])
+    assert plain_only.best([*configs, BASE])[0] == BASE
+    assert Predictor(8, []).best(configs) == configs

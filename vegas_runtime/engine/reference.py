@@ -1,0 +1,310 @@
+"""The reference engine behind the backend protocol: open, prepare, run, generate, close."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from vegas_runtime.backend import EngineInfo, PromptBlock
+from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.engine.attention import register
+from vegas_runtime.engine.decoding import Decoder, Request
+from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
+from vegas_runtime.engine.loading import LoadedModel, load_model, resolve_model
+from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
+from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.machine import device_facts, runtime_facts
+from vegas_runtime.policies import make_policy
+from vegas_runtime.records import Run, StepRecord
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Texts of a block, complete.
+
+    Attributes:
+        outputs: new tokens per prompt, in the block's order.
+        steps: every engine step.
+        elapsed_s: wall time, prefill excluded.
+    """
+
+    outputs: tuple[tuple[int, ...], ...]
+    steps: tuple[StepRecord, ...]
+    elapsed_s: float
+
+
+class ReferenceEngine:
+    """Runs any decoder-only checkpoint through transformers; implements `backend.Engine`.
+
+    Prefilled prompts are kept until `close`, so that every setting of a sweep restores them
+    instead of prefilling again.
+
+    Args:
+        loaded: model, tokenizer and facts.
+        max_num_speculative_tokens: largest gamma `configure` takes.
+        report: told what takes long.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, max_num_speculative_tokens: int, report: Report | None = None
+    ) -> None:
+        self.tokenizer = loaded.tokenizer
+        self._model: DecoderModel | None = describe_model(loaded.model)
+        self._report = report or _silent
+        self._config = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
+        self._prefilled: dict[str, list[SavedPrefill]] = {}
+        self._cache: KVCache | None = None
+        device = loaded.model.device
+        self._info = EngineInfo(
+            backend="reference",
+            model=dict(loaded.facts),
+            device=device_facts(device.type),
+            runtime={
+                **runtime_facts(device.type),
+                "kv_cache_dtype": str(loaded.model.dtype).removeprefix("torch."),
+                "attention_path": "reference",
+                "threads": torch.get_num_threads(),
+            },
+            max_num_speculative_tokens=max_num_speculative_tokens,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        model: str,
+        max_num_speculative_tokens: int,
+        dtype: str = "auto",
+        device: str = "auto",
+        report: Report | None = None,
+    ) -> Self:
+        """Load a model by alias, Hub id or path.
+
+        Args:
+            model: what to load.
+            max_num_speculative_tokens: largest gamma.
+            dtype: `auto`, `float32`, `bfloat16` or `float16`.
+            device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
+            report: told what takes long.
+
+        Raises:
+            ModelError: it cannot be found, fetched or run.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = load_model(
+            resolve_model(model),
+            dtype=dtype,
+            device=device,
+            attn_implementation=register(),
+            report=report or _silent,
+        )
+        return cls(loaded, max_num_speculative_tokens=max_num_speculative_tokens, report=report)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is running, and on what."""
+        return self._info
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """The setting in force."""
+        return self._config
+
+    def configure(self, config: SpeculationConfig) -> None:
+        """Change the setting; takes effect with the next run.
+
+        Raises:
+            ConfigError: gamma above the maximum, or a policy this engine does not have.
+        """
+        largest = self._info.max_num_speculative_tokens
+        if config.num_speculative_tokens > largest:
+            raise ConfigError(
+                f"`num_speculative_tokens` is {config.num_speculative_tokens}, but this engine "
+                f"was opened for at most {largest}."
+            )
+        make_policy(config)
+        self._config = config
+
+    def prepare(self, block: PromptBlock) -> None:
+        """Prefill a block's prompts once.
+
+        Raises:
+            ConfigError: a prompt is empty, or leaves no room for output in the model's context.
+        """
+        model = self._running()
+        for place, prompt in enumerate(block.prompts):
+            if not prompt:
+                raise ConfigError(f"prompt {place} of block {block.index} is empty.")
+            if len(prompt) >= model.max_positions:
+                raise ConfigError(
+                    f"prompt {place} of block {block.index} has {len(prompt)} tokens; the model "
+                    f"holds {model.max_positions}, output included."
+                )
+        if block.sha256 in self._prefilled:
+            return
+        total, done = sum(len(prompt) for prompt in block.prompts), 0
+        saved = []
+        for prompt in block.prompts:
+            before = done
+
+            def tell(tokens: int, before: int = before) -> None:
+                self._report(f"prefilling block {block.index}: {before + tokens}/{total} tokens")
+
+            saved.append(prefill(model, prompt, tell))
+            done += len(prompt)
+        self._prefilled[block.sha256] = saved
+
+    def run(self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float) -> Run:
+        """Decode a block while its batch is full; see `backend.Engine.run`.
+
+        Raises:
+            BackendError: the deadline came before the first decode step ended, or a request
+                ended with its first token and none was left to take its place.
+            ConfigError: fewer prompts than `batch_size`, or see `prepare`.
+        """
+        if len(block.prompts) < block.batch_size:
+            raise ConfigError(
+                f"block {block.index}: {len(block.prompts)} prompts cannot keep "
+                f"{block.batch_size} requests running."
+            )
+        self.prepare(block)
+        start = self.now_s()
+        steps: list[StepRecord] = []
+        requests: list[Request] = []
+        emitted, starved = 0, False
+        for step in self._decode(block, replicate, requests):
+            steps.append(step)
+            full = step.num_running == block.batch_size
+            emitted += sum(step.num_emitted_tokens) if step.kind == "decode" and full else 0
+            ended = sum(request.is_finished for request in requests)
+            starved = len(block.prompts) - ended < block.batch_size
+            if emitted >= max_tokens or starved or self.now_s() >= deadline_s:
+                break
+        if not any(step.kind == "decode" for step in steps):
+            if starved:
+                raise BackendError(
+                    f"a request of block {block.index} ended with its first token and no other "
+                    "was waiting, so there was no decode step with a full batch.",
+                    hint="Raise `max_new_tokens`, or leave out prompts that end at once.",
+                )
+            raise BackendError(
+                "the deadline came before the first decode step ended.",
+                hint="Raise the budget, or use fewer or shorter prompts.",
+            )
+        return Run(
+            config=self._config,
+            batch_size=block.batch_size,
+            steps=tuple(steps),
+            elapsed_s=self.now_s() - start,
+            outputs_sha256=_hash_outputs(requests),
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: SamplingConfig
+    ) -> Generation:
+        """Decode prompts to their ends at the setting in force.
+
+        Args:
+            prompts: token ids.
+            max_new_tokens: output limit of each.
+            sampling: how tokens are drawn.
+        """
+        block = PromptBlock(
+            index=0,
+            prompts=tuple(tuple(prompt) for prompt in prompts),
+            batch_size=len(prompts),
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+        )
+        self.prepare(block)
+        start = self.now_s()
+        requests: list[Request] = []
+        steps = tuple(self._decode(block, 0, requests))
+        return Generation(
+            outputs=tuple(tuple(request.output) for request in requests),
+            steps=steps,
+            elapsed_s=self.now_s() - start,
+        )
+
+    def now_s(self) -> float:
+        """Monotonic wall clock."""
+        return time.monotonic()
+
+    def close(self) -> None:
+        """Free the model and every saved prompt."""
+        self._model, self._cache = None, None
+        self._prefilled.clear()
+
+    def _running(self) -> DecoderModel:
+        if self._model is None:
+            raise BackendError("the engine is closed.")
+        return self._model
+
+    def _decode(
+        self, block: PromptBlock, replicate: int, requests: list[Request]
+    ) -> Iterator[StepRecord]:
+        """Yield steps until every request ended; fills `requests` in the block's order."""
+        model = self._running()
+        for index, saved in enumerate(self._prefilled[block.sha256]):
+            seed = _request_seed(block.sampling.seed, replicate, index)
+            requests.append(
+                Request(
+                    index=index,
+                    saved=saved,
+                    max_new_tokens=block.max_new_tokens,
+                    random=torch.Generator().manual_seed(seed),
+                )
+            )
+        waiting = list(requests)
+        decoder = Decoder(model, self._config, block.sampling, self._cache_for(block))
+        while waiting or decoder.requests:
+            free = block.batch_size - len(decoder.requests)
+            starting, waiting = waiting[:free], waiting[free:]
+            if starting:
+                yield decoder.admit(starting, num_waiting=len(waiting))
+            else:
+                yield decoder.step(num_waiting=len(waiting))
+            decoder.retire()
+
+    def _cache_for(self, block: PromptBlock) -> KVCache:
+        """A cache large enough for the block at any gamma, reused between runs."""
+        model = self._running()
+        longest = max(len(prompt) for prompt in block.prompts) + block.max_new_tokens
+        capacity = longest + self._info.max_num_speculative_tokens + 1
+        lanes = min(block.batch_size, len(block.prompts))
+        held = self._cache
+        if held is None or held.capacity < capacity or held.keys[0].shape[0] < lanes:
+            self._cache = None
+            self._cache = KVCache(
+                model.shape,
+                num_lanes=lanes,
+                capacity=capacity,
+                dtype=model.model.dtype,
+                device=model.device,
+            )
+        assert self._cache is not None
+        return self._cache
+
+
+def _silent(_: str) -> None:
+    """Report to nobody."""
+
+
+def _request_seed(seed: int, replicate: int, index: int) -> int:
+    """A seed for one request of one repetition, unrelated to its neighbours'."""
+    digest = hashlib.sha256(f"{seed}/{replicate}/{index}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")
+
+
+def _hash_outputs(requests: Sequence[Request]) -> str:
+    outputs = [request.output for request in requests]
+    return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()

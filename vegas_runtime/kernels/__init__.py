@@ -1,0 +1,1 @@
+"""Operations on attention scores and KV entries; plain PyTorch is the truth."""

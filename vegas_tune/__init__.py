@@ -1,0 +1,1 @@
+"""Tuner of vegas-tune: finds, proves and applies a speculation profile."""

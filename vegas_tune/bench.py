@@ -1,0 +1,198 @@
+"""What a sweep has measured, what it may still measure, and what that would cost.
+
+Between the steps, which say what they want to know, and the laboratory, which answers: rounds,
+the budget, and settings that need not be tried because a smaller one ran out of memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vegas_runtime.config import SpeculationConfig
+from vegas_tune.decide import Cell, Decision, Rates
+from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
+from vegas_tune.measure import Counts
+from vegas_tune.plan import BUDGET_SHARES, VALIDATE, Plan, Point, Predictor
+
+
+class Progress(Protocol):
+    """What a sweep tells while it runs."""
+
+    def started(self, step: str, what: str) -> None:
+        """A step starts; `what` says what it looks for."""
+
+    def measured(self, outcome: Outcome, spent_s: float) -> None:
+        """A point was measured, found stored, or failed; `spent_s` of the budget is gone."""
+
+    def decided(self, decision: Decision) -> None:
+        """A decision was taken."""
+
+
+class Silent:
+    """Tells nothing."""
+
+    def started(self, step: str, what: str) -> None:
+        """See `Progress`."""
+
+    def measured(self, outcome: Outcome, spent_s: float) -> None:
+        """See `Progress`."""
+
+    def decided(self, decision: Decision) -> None:
+        """See `Progress`."""
+
+
+class Bench:
+    """One sweep's measurements.
+
+    Attributes:
+        outcomes: every result asked for, in order.
+        dominated: settings not tried because a smaller one ran out of memory, with the reason.
+        is_budget_spent: whether a measurement was passed over for want of time.
+    """
+
+    def __init__(self, plan: Plan, lab: Lab, progress: Progress) -> None:
+        self.outcomes: list[Outcome] = []
+        self.dominated: dict[SpeculationConfig, str] = {}
+        self.is_budget_spent = False
+        self._plan = plan
+        self._lab = lab
+        self._progress = progress
+        self._rounds = 0
+        self._block = 0
+
+    @property
+    def spent_s(self) -> float:
+        """Cost of everything measured."""
+        return self._lab.spent_s
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds opened."""
+        return self._rounds
+
+    def open_round(self, blocks: Sequence[int]) -> None:
+        """Start a round: settings measured side by side, on the same text with the same seeds.
+
+        Args:
+            blocks: prompt blocks to go through in turn.
+        """
+        self._block = blocks[self._rounds % len(blocks)]
+        self._rounds += 1
+
+    def measure(self, step: str, config: SpeculationConfig) -> Measured | None:
+        """Measure one setting in the open round.
+
+        Returns:
+            None when it failed, is dominated by one that ran out of memory, or does not fit into
+            the step's share of the budget.
+        """
+        if self._is_dominated(config):
+            return None
+        limit_s = self._plan.budget_s * BUDGET_SHARES[step]
+        if self.spent_s + self._estimate_s(step, config) > limit_s:
+            self.is_budget_spent = True
+            return None
+        point = Point(
+            step=step,
+            config=config,
+            block=self._block,
+            # A round's number is never used again, so no sample of a search step can return in
+            # validation.
+            replicate=self._rounds - 1,
+            max_tokens=self._tokens(step),
+        )
+        outcome = self._lab.measure(point)
+        self.outcomes.append(outcome)
+        self._progress.measured(outcome, self.spent_s)
+        return outcome if isinstance(outcome, Measured) else None
+
+    def measure_all(self, step: str, configs: Iterable[SpeculationConfig]) -> list[Measured]:
+        """Measure settings in this order; those that worked."""
+        results = [self.measure(step, config) for config in configs]
+        return [result for result in results if result is not None]
+
+    def has_room_for(self, step: str, configs: Iterable[SpeculationConfig]) -> bool:
+        """Whether a whole round of these settings fits into what is left of the budget."""
+        cost_s = sum(self._estimate_s(step, config) for config in configs)
+        return self.spent_s + cost_s <= self._plan.budget_s * BUDGET_SHARES[step]
+
+    def measured(self, *steps: str) -> list[Measured]:
+        """Finished measurements of these steps, of all by default, in order."""
+        return [
+            outcome
+            for outcome in self.outcomes
+            if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
+        ]
+
+    def rates(self, *steps: str) -> Rates:
+        """Settings of these steps compared across their rounds."""
+        return Rates([_cell(measured) for measured in self.measured(*steps)])
+
+    def predictor(self) -> Predictor:
+        """A guess at every setting, from all that is measured so far."""
+        pairs = ((measured.point.config, measured.figures) for measured in self.measured())
+        return Predictor(self._plan.batch_size, pairs)
+
+    # ------------------------------------------------------------------ cost
+
+    def _tokens(self, step: str) -> int:
+        return self._plan.validation_tokens if step == VALIDATE else self._plan.tokens
+
+    def _estimate_s(self, step: str, config: SpeculationConfig) -> float:
+        """Expected cost of a measurement in the open round; 0 while nothing is known."""
+        known = self.measured()
+        if not known:
+            return 0.0
+        # What a pass takes beyond its decoding: restoring prefills, the warm-up, the last step.
+        overheads = [
+            measured.run.elapsed_s * measured.figures.decode_tok_s.est / measured.point.max_tokens
+            for measured in known
+        ]
+        overhead = sum(overheads) / len(overheads)
+        same = [m.figures.decode_tok_s.est for m in known if m.point.config == config]
+        rate = sum(same) / len(same) if same else self.predictor().rate(config)
+        if not math.isfinite(rate) or rate <= 0:
+            rate = min(measured.figures.decode_tok_s.est for measured in known)
+        cost_s = self._tokens(step) / rate * overhead
+        if any(measured.point.block == self._block for measured in known):
+            return cost_s
+        # A new block is prefilled first; earlier blocks' first measurements say what that takes.
+        return cost_s + max(measured.cost_s - measured.run.elapsed_s for measured in known)
+
+    # ------------------------------------------------------------------ memory
+
+    def _is_dominated(self, config: SpeculationConfig) -> bool:
+        """Whether a setting that needs no more memory than this one had too little.
+
+        The verified block grows with gamma, the drafting buffers with both gamma and ratio.
+        """
+        for outcome in self.outcomes:
+            if not isinstance(outcome, Failed) or outcome.kind != "oom":
+                continue
+            smaller = outcome.point.config
+            gamma, ratio = smaller.num_speculative_tokens, smaller.sparsity_ratio
+            is_smaller = gamma <= config.num_speculative_tokens and ratio <= config.sparsity_ratio
+            if gamma == 0 or is_smaller:
+                self.dominated[config] = f"gamma {gamma} at ratio {ratio:g} ran out of memory."
+                return True
+        return False
+
+
+def counts_by_request(measured: Iterable[Measured]) -> list[dict[tuple[int, int], Counts]]:
+    """Counters of each measurement, by (block, request)."""
+    return [
+        {
+            (one.point.block, request): counts
+            for request, counts in one.figures.counts.items()
+        }
+        for one in measured
+    ]  # fmt: skip
+
+
+def _cell(measured: Measured) -> Cell:
+    rate = measured.figures.decode_tok_s
+    # 1.96: the interval is shown at 95 %; only its scale matters here.
+    log_se = rate.half_width / 1.96
+    return Cell(measured.point.replicate, measured.point.config, math.log(rate.est), log_se)

@@ -1,0 +1,304 @@
+"""Where measurements come from: an engine and a store, or a store alone.
+
+A sweep asks for points and cannot tell fresh results from stored ones. Resuming, replaying and
+the gate's first tier are therefore one mechanism: the same program over the same results.
+
+Time is counted only in recorded costs, so that a replay takes the same budget decisions as the
+run it replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, Protocol
+
+from vegas_runtime.backend import Engine, PromptBlock
+from vegas_runtime.errors import BackendError, StorageError
+from vegas_runtime.records import Run
+from vegas_tune.measure import Measurement, Unsteady, measure, steady_steps
+from vegas_tune.plan import Plan, Point
+
+MAX_RETRIES: Final = 2
+# Failures of the machine rather than of the setting; anything else would only fail again.
+RETRIED_KINDS: Final = frozenset({"engine", "unsteady", "nan"})
+
+_OOM_TEXTS: Final = ("out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A finished measurement.
+
+    Attributes:
+        point: what was asked for.
+        attempt: 0, or how often it was tried before.
+        cost_s: engine time since the previous measurement ended, preparation included.
+        run: the records.
+    """
+
+    point: Point
+    attempt: int
+    cost_s: float
+    run: Run
+
+    @cached_property
+    def figures(self) -> Measurement:
+        """All figures of the records; they are steady, or this would be a `Failed`."""
+        figures = measure(self.run)
+        assert isinstance(figures, Measurement)
+        return figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """A measurement that yields no figure.
+
+    Attributes:
+        point: what was asked for.
+        attempt: 0, or how often it was tried before.
+        cost_s: engine time since the previous measurement ended.
+        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch` or `killed`.
+        reason: one sentence for the user.
+    """
+
+    point: Point
+    attempt: int
+    cost_s: float
+    kind: str
+    reason: str
+
+
+Outcome = Measured | Failed
+
+
+class Lab(Protocol):
+    """What a sweep needs."""
+
+    @property
+    def spent_s(self) -> float:
+        """Sum of the costs of all results asked for so far."""
+
+    def measure(self, point: Point) -> Outcome:
+        """The result of a point; retries are behind it, their costs are counted."""
+
+
+class Store(Protocol):
+    """Where a laboratory keeps its results."""
+
+    def find(self, point: Point, attempt: int) -> Outcome | None:
+        """The stored result."""
+
+    def begin(self, point: Point, attempt: int) -> None:
+        """Note that a measurement starts."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """Keep a result for good; when this returns, it survives anything.
+
+        Raises:
+            StorageError: it could not be kept.
+        """
+
+    def abandon(self, point: Point, attempt: int, kind: str) -> None:
+        """Note that a started measurement will have no result."""
+
+
+class MemoryStore:
+    """Keeps results for the life of the process: simulations and tests."""
+
+    def __init__(self, outcomes: Iterable[Outcome] = ()) -> None:
+        self.outcomes: dict[tuple[str, int], Outcome] = {}
+        for outcome in outcomes:
+            self.finish(outcome)
+
+    def find(self, point: Point, attempt: int) -> Outcome | None:
+        """See `Store`."""
+        found = self.outcomes.get((point.key, attempt))
+        return found if found is not None and found.point == point else None
+
+    def begin(self, point: Point, attempt: int) -> None:
+        """See `Store`."""
+
+    def finish(self, outcome: Outcome) -> None:
+        """See `Store`."""
+        self.outcomes[outcome.point.key, outcome.attempt] = outcome
+
+    def abandon(self, point: Point, attempt: int, kind: str) -> None:
+        """See `Store`."""
+
+
+def _attempts(
+    point: Point, result: Callable[[Point, int], Outcome], count: Callable[[Outcome], None]
+) -> Outcome:
+    """Try until it works, fails for good, or has been retried often enough."""
+    for attempt in range(MAX_RETRIES + 1):
+        outcome = result(point, attempt)
+        count(outcome)
+        if isinstance(outcome, Measured) or outcome.kind not in RETRIED_KINDS:
+            break
+    return outcome
+
+
+class RecordedLab:
+    """Answers from records alone.
+
+    Args:
+        outcomes: everything the recorded run measured.
+    """
+
+    def __init__(self, outcomes: Iterable[Outcome]) -> None:
+        self._store = MemoryStore(outcomes)
+        self.spent_s = 0.0
+
+    def measure(self, point: Point) -> Outcome:
+        """The recorded result.
+
+        Raises:
+            StorageError: it is not among the records.
+        """
+        return _attempts(point, self._recorded, self._count)
+
+    def _recorded(self, point: Point, attempt: int) -> Outcome:
+        outcome = self._store.find(point, attempt)
+        if outcome is None:
+            raise StorageError(
+                f"the records hold no measurement {point.key!r} (attempt {attempt}), which the "
+                "sweep asks for at this place: records are missing, or were changed."
+            )
+        return outcome
+
+    def _count(self, outcome: Outcome) -> None:
+        self.spent_s += outcome.cost_s
+
+
+class Laboratory:
+    """Answers from a store, and measures what is not in it.
+
+    Args:
+        plan: gives the budget.
+        engine: what measures.
+        blocks: the workload, as in the plan.
+        store: where results are kept.
+        load_s: time already spent, e.g. loading the model; charged to the first measurement.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        blocks: Sequence[PromptBlock],
+        *,
+        store: Store | None = None,
+        load_s: float = 0.0,
+    ) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._blocks = blocks
+        self._store: Store = MemoryStore() if store is None else store
+        self._mark_s = engine.now_s() - load_s
+        self._stops_soon = False
+        self.spent_s = 0.0
+        self.num_fresh = 0
+
+    def stop_soon(self) -> None:
+        """Raise KeyboardInterrupt once the measurement in progress is stored."""
+        self._stops_soon = True
+
+    def measure(self, point: Point) -> Outcome:
+        """The stored result, or a fresh one, stored before it is returned.
+
+        Raises:
+            StorageError: the result could not be kept.
+        """
+        return _attempts(point, self._find_or_measure, self._count)
+
+    def _count(self, outcome: Outcome) -> None:
+        self.spent_s += outcome.cost_s
+
+    def _find_or_measure(self, point: Point, attempt: int) -> Outcome:
+        stored = self._store.find(point, attempt)
+        if stored is not None:
+            return stored
+        if self._stops_soon:
+            raise KeyboardInterrupt
+        self._store.begin(point, attempt)
+        try:
+            outcome = self._perform(point, attempt)
+        except KeyboardInterrupt:
+            self._store.abandon(point, attempt, "interrupted")
+            raise
+        self._store.finish(outcome)
+        self.num_fresh += 1
+        return outcome
+
+    def _perform(self, point: Point, attempt: int) -> Outcome:
+        deadline_s = self._mark_s + self._plan.budget_s - self.spent_s
+        failure: tuple[str, str] | None = None
+        try:
+            run = rounded(self._run(point, deadline_s))
+        except (MemoryError, RuntimeError, OSError, ArithmeticError, BackendError) as error:
+            failure = classify(error)
+        else:
+            failure = self._objection(point, run)
+        now_s = self._engine.now_s()
+        # Rounded here, so that a stored cost and a live one lead to the same decision.
+        cost_s = round(now_s - self._mark_s, 6)
+        self._mark_s = now_s
+        if failure is None:
+            return Measured(point=point, attempt=attempt, cost_s=cost_s, run=run)
+        kind, reason = failure
+        if kind in RETRIED_KINDS and now_s >= deadline_s:
+            kind, reason = "timeout", f"the budget ended during the measurement ({reason})"
+        return Failed(point=point, attempt=attempt, cost_s=cost_s, kind=kind, reason=reason)
+
+    def _run(self, point: Point, deadline_s: float) -> Run:
+        block = self._blocks[point.block]
+        self._engine.configure(point.config)
+        self._engine.prepare(block)
+        return self._engine.run(
+            block, replicate=point.replicate, max_tokens=point.max_tokens, deadline_s=deadline_s
+        )
+
+    def _objection(self, point: Point, run: Run) -> tuple[str, str] | None:
+        """Why a pass that ended is no measurement of the point."""
+        if run.config != point.config:
+            differing = [
+                f"{name} is {value!r}, not {getattr(point.config, name)!r}"
+                for name, value in run.config.to_dict().items()
+                if value != getattr(point.config, name)
+            ]
+            return "mismatch", f"the engine ran another setting: {', '.join(differing)}."
+        steps = steady_steps(run)
+        return (steps.kind, steps.reason) if isinstance(steps, Unsteady) else None
+
+
+def classify(error: BaseException) -> tuple[str, str]:
+    """Kind and reason of a failure inside an engine."""
+    text = str(error) or type(error).__name__
+    lowered = text.lower()
+    if isinstance(error, MemoryError) or any(known in lowered for known in _OOM_TEXTS):
+        return "oom", text
+    if isinstance(error, TimeoutError):
+        return "timeout", text
+    if isinstance(error, ArithmeticError):
+        return "nan", text
+    return "engine", text
+
+
+def rounded(run: Run) -> Run:
+    """A run as its records read back: `Run.from_dict(run.to_dict())`, at a fraction of the cost.
+
+    Decisions are taken on this, so that a replay of the records cannot differ from the run.
+    """
+    steps = tuple(
+        replace(
+            step,
+            draft_s=round(step.draft_s, 6),
+            select_s=round(step.select_s, 6),
+            verify_s=round(step.verify_s, 6),
+            other_s=round(step.other_s, 6),
+        )
+        for step in run.steps
+    )
+    return replace(run, steps=steps, elapsed_s=round(run.elapsed_s, 6))

@@ -1,0 +1,187 @@
+"""What `sweep` was asked for: its options read, and defaults filled in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Self, cast
+
+from vegas_runtime.config import Metric, Rows, SamplingConfig, Scope, SpeculationConfig
+from vegas_runtime.errors import UsageError
+from vegas_tune.workload_spec import WorkloadName, WorkloadSpec
+
+PACKAGED_MODEL: Final = "smollm2-135m"
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What is filled in where the command line says nothing.
+
+    Attributes:
+        budget: hard limit on time.
+        context: tokens of each prompt.
+        batch: requests kept running.
+        waiting: spare prompts of each block.
+        blocks: blocks of prompts; the last third is kept for validation.
+        max_new_tokens: output limit of a request.
+        tokens: tokens of one measurement.
+        min_tokens: floor of the KV budget.
+        ratios: candidate sparsity ratios.
+    """
+
+    budget: str
+    context: int
+    batch: int
+    waiting: int
+    blocks: int
+    max_new_tokens: int
+    tokens: int
+    min_tokens: int
+    ratios: tuple[float, ...]
+
+
+# Sized for two CPU cores: every candidate ratio lies above the floor, a measurement takes a few
+# seconds, and a sweep fits the budget with its prefills. At 2K tokens attention is too small a part
+# of a step for drafting to pay on such a machine (0.9 to 1.05x); at 4K it does.
+PACKAGED: Final = Defaults(
+    budget="12m",
+    context=4096,
+    batch=8,
+    waiting=1,
+    blocks=2,
+    max_new_tokens=128,
+    tokens=400,
+    min_tokens=32,
+    ratios=(0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.25, 0.5),
+)
+SERVED: Final = Defaults(
+    budget="45m",
+    context=8192,
+    batch=8,
+    waiting=4,
+    blocks=3,
+    max_new_tokens=512,
+    tokens=2048,
+    min_tokens=256,
+    ratios=(0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.25, 0.5),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """One `sweep`, defaults filled in; the fields are the command's options."""
+
+    model: str
+    backend: str
+    budget_s: float
+    spec: WorkloadSpec
+    base: SpeculationConfig
+    tokens: int
+    max_gamma: int
+    ratios: tuple[float, ...]
+    gammas: tuple[int, ...] | None
+    seed: int
+    dtype: str
+    device: str
+    run_dir: Path | None
+    new: bool
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> Self:
+        """Read the command's options.
+
+        Raises:
+            UsageError: an option that cannot be read or does not go with another.
+        """
+        given = dict(given)
+        small = given["model"].lower() == PACKAGED_MODEL and given["workload"] == "stdlib"
+        defaults = PACKAGED if small else SERVED
+        for field in fields(defaults):
+            if given[field.name] is None:
+                given[field.name] = getattr(defaults, field.name)
+        ratios = given["ratios"]
+        if isinstance(ratios, str):
+            ratios = _numbers("--ratios", ratios, float)
+        gammas = given["gammas"]
+        if isinstance(gammas, str):
+            gammas = _numbers("--gammas", gammas, int)
+        return cls(
+            model=given["model"],
+            backend=given["backend"],
+            budget_s=parse_duration_s(given["budget"]),
+            spec=_workload_spec(given),
+            base=SpeculationConfig(
+                algorithm=given["algorithm"],
+                num_speculative_tokens=0,
+                sparsity_ratio=1.0,
+                min_tokens=given["min_tokens"],
+                rows=cast(Rows, given["rows"]),
+                metric=cast(Metric, given["metric"]),
+                scope=cast(Scope, given["scope"]),
+            ),
+            tokens=given["tokens"],
+            max_gamma=given["max_gamma"],
+            ratios=ratios,
+            gammas=gammas,
+            seed=given["seed"],
+            dtype=given["dtype"],
+            device=given["device"],
+            run_dir=given["run_dir"],
+            new=given["new"],
+        )
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds of `90s`, `12m`, `1h` or `1.5h`.
+
+    Raises:
+        UsageError: anything else, or not more than nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(
+            f"the budget is {text!r}, which is no length of time.",
+            hint="Write a number and a unit: 90s, 12m, 1h.",
+        )
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(
+            f"{option} is {text!r}; numbers separated by commas are needed."
+        ) from error
+
+
+def _workload_spec(given: Mapping[str, Any]) -> WorkloadSpec:
+    """The workload that `--workload` and `--data` name; a path names a JSONL file."""
+    name, path = given["workload"], given["data"]
+    if name not in ("stdlib", "aime25", "codeelo", "longbench-v2", "jsonl"):
+        if path is not None:
+            raise UsageError(
+                f"--workload is the file {name!r} and --data is {path}; one of them is enough."
+            )
+        name, path = "jsonl", Path(name)
+    return WorkloadSpec(
+        name=cast(WorkloadName, name),
+        path=path,
+        context_len=given["context"] if name == "stdlib" else None,
+        batch_size=given["batch"],
+        num_waiting=given["waiting"],
+        num_blocks=given["blocks"],
+        max_new_tokens=given["max_new_tokens"],
+        sampling=SamplingConfig(
+            temperature=given["temperature"],
+            top_k=given["top_k"],
+            top_p=given["top_p"],
+            min_p=given["min_p"],
+            repetition_penalty=given["repetition_penalty"],
+            seed=given["seed"],
+        ),
+        seed=given["seed"],
+    )

@@ -1,0 +1,301 @@
+"""`sweep` from end to end: engine, workload, plan, laboratory, sweep, profile."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+from vegas_runtime.backend import PromptBlock, open_backend
+from vegas_runtime.errors import EXIT_CODES, UsageError
+from vegas_tune.plan import Plan, make_plan
+from vegas_tune.request import SERVED, SweepRequest
+from vegas_tune.workload import Workload, active_ratios, build_workload, check_budget_floor
+
+if TYPE_CHECKING:
+    from vegas_runtime.profile import Profile
+    from vegas_tune.laboratory import Laboratory
+    from vegas_tune.progress import SweepProgress
+    from vegas_tune.sweep import SweepResult
+
+RUNS_FOLDER: Final = Path("vegas-runs")
+PROFILE_FILE: Final = "profile.yaml"
+# Facts of a model that make another plan of the same command line.
+_MODEL_IDENTITY: Final = ("id", "revision", "config_sha256", "weights_sha256", "dtype", "quant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOutcome:
+    """What `sweep` leaves behind.
+
+    Attributes:
+        result: the sweep's.
+        profile: as written.
+        path: the profile's file.
+        backend_reason: which engine was taken, and why.
+    """
+
+    result: SweepResult
+    profile: Profile
+    path: Path
+    backend_reason: str
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the setting was validated, else 6."""
+        return EXIT_CODES["ok" if self.result.status == "validated" else "inconclusive"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "status": self.result.status,
+            "reason": self.result.reason,
+            "selected": self.result.selected.to_dict(),
+            "profile": str(self.path),
+            "profile_id": self.profile.profile_id,
+            "num_settings": self.result.num_settings,
+            "num_measurements": len(self.result.outcomes),
+            "spent_s": round(self.result.spent_s, 1),
+            "backend": self.backend_reason,
+            "results": self.profile.to_dict().get("results"),
+        }
+
+    def to_text(self, _: object = None) -> str:
+        """For a person: the answer, what it rests on, what to do next."""
+        selected = self.result.selected
+        setting = (
+            "plain decoding (gamma 0)"
+            if selected.num_speculative_tokens == 0
+            else f"gamma {selected.num_speculative_tokens}, "
+            f"sparsity ratio {selected.sparsity_ratio:g} ({selected.algorithm})"
+        )
+        return "\n".join(
+            [
+                f"{self.result.status}: {setting}",
+                self.result.reason,
+                f"{len(self.result.outcomes)} measurements of {self.result.num_settings} settings "
+                f"in {self.result.spent_s:.0f} s",
+                f"profile: {self.path}",
+                f"next: vegas-tune apply {self.path}    vegas-tune report {self.path} --format "
+                "html --out report.html",
+            ]
+        )
+
+
+def run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
+    """Carry out a sweep, resuming what an earlier call left.
+
+    Raises:
+        VegasError: as the exit codes say.
+        KeyboardInterrupt: interrupted; everything measured is kept.
+    """
+    with progress:
+        try:
+            return _run(request, progress)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Everything measured is kept; go on with: {progress.resume_command}"
+            ) from None
+
+
+def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
+    from vegas_runtime.profile import write_profile
+    from vegas_tune.evidence import RECORDS_NAME
+    from vegas_tune.laboratory import Laboratory
+    from vegas_tune.publish import build_profile, creation_time
+    from vegas_tune.study import RunFolder
+    from vegas_tune.sweep import run_sweep
+
+    opened_s = time.monotonic()
+    engine, reason = open_backend(
+        request.backend,
+        model=request.model,
+        max_num_speculative_tokens=max(request.gammas or (request.max_gamma,)),
+        dtype=request.dtype,
+        device=request.device,
+        report=progress.waiting,
+    )
+    if engine.info.backend == "replay":
+        raise UsageError(
+            "a replay holds no text, so nothing can be swept on it from here.",
+            hint="`check` replays a profile's own records.",
+        )
+    try:
+        progress.note(f"backend: {reason}")
+        workload = build_workload(
+            request.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
+        )
+        blocks = workload.blocks
+        plan = _plan(request, engine.info.model, blocks, _active_ratios(request, workload))
+        folder = _folder(request, plan)
+        progress.note(f"run folder: {folder}")
+        with RunFolder.open(folder, plan) as store:
+            load_s = time.monotonic() - opened_s
+            lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
+            with _first_interrupt_finishes(lab, progress):
+                result = run_sweep(plan, lab, progress)
+            artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
+            path = folder / PROFILE_FILE
+            profile = build_profile(
+                result,
+                engine.info,
+                blocks,
+                workload.describe(),
+                artifacts=artifacts,
+                created=creation_time(path, artifacts),
+            )
+            write_profile(profile, path)
+    finally:
+        engine.close()
+    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason)
+
+
+def _active_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ...]:
+    """The candidate ratios that the floor leaves distinct.
+
+    Raises:
+        WorkloadError: too few are left for tuning the ratio to mean anything.
+    """
+    ratios, floor = request.ratios, request.base.min_tokens
+    check_budget_floor(workload, floor, ratios, num_speculative_tokens=request.max_gamma)
+    return active_ratios(workload, floor, ratios, num_speculative_tokens=request.max_gamma)
+
+
+def _plan(
+    request: SweepRequest,
+    model: Mapping[str, Any],
+    blocks: Sequence[PromptBlock],
+    ratios: Sequence[float],
+) -> Plan:
+    return make_plan(
+        request.base,
+        blocks,
+        budget_s=request.budget_s,
+        tokens=request.tokens,
+        max_num_speculative_tokens=request.max_gamma,
+        ratios=ratios,
+        gammas=request.gammas,
+        seed=request.seed,
+        model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
+    )
+
+
+def _folder(request: SweepRequest, plan: Plan) -> Path:
+    """The run's folder: the one given, or one named for model and plan; `--new` takes a free one.
+
+    Raises:
+        UsageError: `--new` with a folder that holds a run already.
+    """
+    if request.run_dir is not None:
+        if request.new and request.run_dir.exists() and any(request.run_dir.iterdir()):
+            raise UsageError(
+                f"--new was asked for, but {request.run_dir} holds a run already.",
+                hint="Name another folder, or leave --new out to go on there.",
+            )
+        return request.run_dir
+    slug = re.sub(r"[^a-z0-9.]+", "-", Path(request.model).name.lower()).strip("-")
+    base = RUNS_FOLDER / f"{slug}-{plan.identity[:8]}"
+    number = 1
+    while _numbered(base, number + 1).exists():
+        number += 1
+    if request.new and _numbered(base, number).exists():
+        number += 1
+    return _numbered(base, number)
+
+
+def _numbered(base: Path, number: int) -> Path:
+    return base if number == 1 else base.with_name(f"{base.name}-{number}")
+
+
+@contextmanager
+def _first_interrupt_finishes(lab: Laboratory, progress: SweepProgress) -> Iterator[None]:
+    """Ctrl-C once finishes the measurement in progress; twice stops at once."""
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        lab.stop_soon()
+        progress.note(
+            "finishing this measurement; Ctrl-C again stops at once. "
+            f"Go on later with: {progress.resume_command}"
+        )
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def describe(request: SweepRequest) -> dict[str, Any]:
+    """What a sweep would do; loads no model and measures nothing.
+
+    Prompts of exact length need no tokenizer to be counted; those from files do, so for them
+    only the plan's rules are shown.
+    """
+    length = request.spec.context_len or SERVED.context
+    prompts = request.spec.batch_size + request.spec.num_waiting
+    blocks = [
+        PromptBlock(
+            index=index,
+            prompts=((0,) * length,) * prompts,
+            batch_size=request.spec.batch_size,
+            max_new_tokens=request.spec.max_new_tokens,
+            sampling=request.spec.sampling,
+        )
+        for index in range(request.spec.num_blocks)
+    ]
+    workload = Workload(spec=request.spec, blocks=tuple(blocks), replays=1, mix={}, source={})
+    active = _active_ratios(request, workload)
+    plan = _plan(request, {}, blocks, active)
+    described = plan.describe(prompt_tokens=length * prompts * len(blocks))
+    return {
+        "model": request.model,
+        "workload": request.spec.to_dict(),
+        "prompt_tokens": length * prompts * len(blocks),
+        "min_tokens": request.base.min_tokens,
+        "inactive_ratios": sorted(set(request.ratios) - set(active)),
+        **described,
+    }
+
+
+def describe_text(described: Mapping[str, Any]) -> str:
+    """The plan for a person."""
+    workload = described["workload"]
+    lines = [
+        f"model {described['model']}",
+        f"workload {workload['name']}: {workload['num_blocks']} blocks of "
+        f"{workload['batch_size']} running and {workload['num_waiting']} waiting requests, "
+        f"{described['prompt_tokens']} prompt tokens to prefill once",
+        f"sparsity ratios {', '.join(f'{ratio:g}' for ratio in described['ratios'])}",
+        f"gammas {', '.join(map(str, described['num_speculative_tokens']))}",
+    ]
+    inactive = described["inactive_ratios"]
+    if inactive:
+        lines.append(
+            f"left out, below the floor of {described['min_tokens']} tokens: "
+            + ", ".join(f"{ratio:g}" for ratio in inactive)
+        )
+    lines += [
+        f"step {step['step']}: {step['fewest']} to {step['most']} measurements of "
+        f"{step['tokens']} tokens"
+        for step in described["steps"]
+    ]
+    lines += [
+        f"time: at most {described['budget_s']:.0f} s (the budget), model load and prefill "
+        "included; stops earlier when the decision is settled",
+        f"disk: at most {described['disk_bytes'] / 1e6:.1f} MB",
+    ]
+    return "\n".join(lines)
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """The command that goes on where this one stops: the same one, without `--new`."""
+    words = [Path(arguments[0]).name, *(word for word in arguments[1:] if word != "--new")]
+    return shlex.join(words)
