@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -13,43 +14,59 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, StepRecord, read_json_lines
 from vegas_runtime.replay import ReplayEngine
 from vegas_tune.laboratory import Laboratory
-from vegas_tune.measure import Unsteady, steady_steps
 from vegas_tune.plan import make_plan
+from vegas_tune.request import PACKAGED
 from vegas_tune.sweep import SweepResult, run_sweep
 
 GRID_FILE = Path(__file__).parent / "data" / "grid_smollm2_cpu.jsonl.z"
 BUDGET_S = 720.0
+REPLICATES = 24
 
 
 @dataclass(frozen=True)
 class Grid:
     """Every recorded pass, and the decode rate of each setting over all of them.
 
-    A setting's rate on one block is tokens per step over the median time of a step, steps of all
-    its passes pooled: what a block emits per step is the same in every greedy pass, and a median
-    over the repetitions leaves out the moments when the machine did something else. Blocks are
-    averaged.
+    What a setting emits per step is exact: greedy decoding repeats it. Times are not: single
+    passes on a shared machine differ by 10 %, and the fastest of 65 would be the luckiest. So the
+    time of a step is put together from phases that each depend on one knob, and each of those is
+    the median over every pass that shares the knob:
+
+        gamma * draft(ratio) + select(ratio) + verify(gamma) + other(gamma)
     """
 
     header: Mapping[str, Any]
     rows: tuple[Mapping[str, Any], ...]
     rates: Mapping[SpeculationConfig, float]
+    phases: Mapping[tuple[str, float], float]
 
     @classmethod
     def open(cls, path: Path = GRID_FILE) -> Grid:
         """Read a grid."""
         header, *rows = read_json_lines(path)
-        steps: dict[SpeculationConfig, dict[int, list[StepRecord]]] = {}
+        tokens: dict[SpeculationConfig, list[float]] = {}
+        phases: dict[tuple[str, float], list[float]] = {}
         for row in rows:
             run = Run.from_dict(row["run"])
-            steady = steady_steps(run)
-            if not isinstance(steady, Unsteady):
-                steps.setdefault(run.config, {}).setdefault(row["block"], []).extend(steady)
+            gamma, ratio = run.config.num_speculative_tokens, run.config.sparsity_ratio
+            steps = [step for step in run.steps if step.kind == "decode"]
+            emitted = [sum(step.num_emitted_tokens) for step in steps]
+            tokens.setdefault(run.config, []).append(fmean(emitted))
+            for name, knob, share in (
+                ("draft_s", ratio, max(gamma, 1)),
+                ("select_s", ratio, 1),
+                ("verify_s", gamma, 1),
+                ("other_s", gamma, 1),
+            ):
+                # Plain decoding drafts nothing, at no ratio.
+                if gamma or name in ("verify_s", "other_s"):
+                    own = median(getattr(step, name) for step in steps) / share
+                    phases.setdefault((name, knob), []).append(own)
+        typical = {key: median(values) for key, values in phases.items()}
         rates = {
-            config: fmean(_rate(own) for own in by_block.values())
-            for config, by_block in steps.items()
+            config: fmean(emitted) / _step_s(config, typical) for config, emitted in tokens.items()
         }
-        return cls(header, tuple(rows), rates)
+        return cls(header, tuple(rows), rates, typical)
 
     @property
     def best(self) -> SpeculationConfig:
@@ -72,23 +89,17 @@ class Grid:
             selected = self.plain
         return 1 - self.rates[selected] / self.rates[self.best]
 
-    def sweep(self, seed: int) -> SweepResult:
+    def sweep(self, seed: int = 0, *, noise_cv: float | None = None) -> SweepResult:
         """Run the three-step sweep over the recording.
 
         Args:
-            seed: shuffles which repetition answers first, setting by setting; 0 leaves them.
+            seed: of the noise and the bootstraps.
+            noise_cv: None plays the recorded passes as they are, each with whatever the machine
+                did at that moment. A number plays the recorded tokens with typical phase times,
+                and each repetition as a whole is slower or faster by noise of that coefficient
+                of variation: what settings measured side by side differ by.
         """
-        rows = list(self.rows)
-        if seed:
-            chance = random.Random(seed)
-            groups: dict[tuple[int, SpeculationConfig], list[Mapping[str, Any]]] = {}
-            for row in rows:
-                key = row["block"], SpeculationConfig.from_dict(row["run"]["config"])
-                groups.setdefault(key, []).append(row)
-            rows = []
-            for group in groups.values():
-                order = chance.sample(range(len(group)), len(group))
-                rows += [{**row, "replicate": r} for row, r in zip(group, order, strict=True)]
+        rows = list(self.rows) if noise_cv is None else self._repeated(seed, noise_cv)
         engine = ReplayEngine([self.header, *rows])
         drafting = [config for config in self.settings if config.num_speculative_tokens]
         plan = make_plan(
@@ -99,11 +110,42 @@ class Grid:
             ratios=sorted({config.sparsity_ratio for config in drafting}),
             gammas=sorted({config.num_speculative_tokens for config in drafting}),
             seed=seed,
+            rounds=PACKAGED.rounds,
         )
         return run_sweep(plan, Laboratory(plan, engine, engine.blocks))
 
+    def _repeated(self, seed: int, noise_cv: float) -> list[Mapping[str, Any]]:
+        """Every pass `REPLICATES` times, at typical phase times under noise."""
+        chance = random.Random(seed)
+        rows = []
+        for row in self.rows:
+            run = Run.from_dict(row["run"])
+            for replicate in range(REPLICATES):
+                pace = math.exp(chance.gauss(0.0, noise_cv))
+                steps = tuple(self._typical_step(run, step, pace) for step in run.steps)
+                overhead_s = run.elapsed_s - sum(step.duration_s for step in run.steps)
+                elapsed_s = overhead_s + sum(step.duration_s for step in steps)
+                played = replace(run, steps=steps, elapsed_s=elapsed_s)
+                rows.append({**row, "replicate": replicate, "run": played.to_dict()})
+        return rows
 
-def _rate(steps: list[StepRecord]) -> float:
-    """Tokens per second: mean tokens of a step over its median time."""
-    tokens = fmean(sum(step.num_emitted_tokens) for step in steps)
-    return tokens / median(step.duration_s for step in steps)
+    def _typical_step(self, run: Run, step: StepRecord, pace: float) -> StepRecord:
+        gamma, ratio = run.config.num_speculative_tokens, run.config.sparsity_ratio
+        if step.kind != "decode":
+            return step
+        return replace(
+            step,
+            draft_s=pace * gamma * self.phases.get(("draft_s", ratio), 0.0) if gamma else 0.0,
+            select_s=pace * self.phases.get(("select_s", ratio), 0.0) if gamma else 0.0,
+            verify_s=pace * self.phases["verify_s", gamma],
+            other_s=pace * self.phases["other_s", gamma],
+        )
+
+
+def _step_s(config: SpeculationConfig, typical: Mapping[tuple[str, float], float]) -> float:
+    """Time of one iteration at a setting, from typical phase times by knob."""
+    gamma, ratio = config.num_speculative_tokens, config.sparsity_ratio
+    step_s = typical["verify_s", gamma] + typical["other_s", gamma]
+    if gamma:
+        step_s += gamma * typical["draft_s", ratio] + typical["select_s", ratio]
+    return step_s

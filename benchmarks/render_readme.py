@@ -19,6 +19,10 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | `bench_rows` | which query rows to sum, by draft position (Figure 4 and Table 1) |
 | `record_grid` | records every candidate setting once, for replays |
 | `bench_regret` | what the three-step sweep gives up against that grid |
+| `bench_synthetic` | how often the tuner is right, and unsure, where the optimum is known |
+| `bench_kernels` | CUDA kernels beside FlashAttention-3 (see KERNEL_LOG.md) |
+
+Unless a case says otherwise the model is SmolLM2-135M.
 """
 # Too many rows for a page; they stay in the JSON file.
 LONG_CLAIMS = {"first_i_drafts_accepted"}

@@ -60,6 +60,7 @@ def sweep(
     waiting: Annotated[int | None, typer.Option(help="Spare prompts of each block.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Output limit of a request.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of one measurement.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Interleaved rounds of a search step.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,

@@ -129,7 +129,7 @@ def diagnose() -> Diagnosis:
         packages=packages,
         backend=backend,
         backend_reason=reason,
-        kernels="PyTorch reference: this release has no compiled kernels",
+        kernels="PyTorch reference: no engine uses the CUDA kernels of csrc/ yet",
         cache=cache,
         is_offline=is_offline(),
         problems=tuple(sorted(problems, key=lambda problem: not problem.is_blocking)),

@@ -183,6 +183,7 @@ def _plan(
         ratios=ratios,
         gammas=request.gammas,
         seed=request.seed,
+        rounds=request.rounds,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
 
