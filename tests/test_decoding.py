@@ -10,8 +10,8 @@ import torch
 from tiny_decoding import (
     GREEDY,
     Decoded,
+    DraftSpy,
     SlowDecoder,
-    Turn,
     decode,
     plain_text,
     slow_model,
@@ -19,15 +19,10 @@ from tiny_decoding import (
     tiny_oracle,
 )
 from tiny_models import ARCHITECTURES, SLIDING_WINDOW, make_tiny, tiny_prompt
-from torch import Tensor
 
 from vegas_runtime.config import Metric, Rows, SamplingConfig, Scope, SpeculationConfig
-from vegas_runtime.engine import decoding
-from vegas_runtime.engine.acceptance import Acceptance, accept_greedy
 from vegas_runtime.engine.attention import register
-from vegas_runtime.engine.decoding import Decoder
 from vegas_runtime.engine.model import describe_model
-from vegas_runtime.errors import ConfigError
 from vegas_runtime.policies import POLICIES, KVSelection, KVSelectionPolicy, Needs, SelectionInput
 
 # One token; shorter than, about as long as, and longer than the sliding window.
@@ -80,6 +75,9 @@ def sizes_of(algorithm: str) -> list[dict[str, Any]]:
     ]
 
 
+# Those whose drafts are not the target's own.
+SPARSE: Final = sorted(set(POLICIES) - {"dense"})
+
 SETTINGS: Final = [
     *itertools.chain.from_iterable(sizes_of(algorithm) for algorithm in POLICIES),
     *switch_settings(),
@@ -100,7 +98,7 @@ def test_greedy_text_is_that_of_generate(architecture: str, setting: dict[str, A
     assert decoded.outputs == plain(architecture)
 
 
-@pytest.mark.parametrize("algorithm", ["vegas", "streaming_llm"])
+@pytest.mark.parametrize("algorithm", SPARSE)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_drafts_are_both_accepted_and_rejected(architecture: str, algorithm: str) -> None:
     """Else equal texts would prove nothing."""
@@ -109,27 +107,6 @@ def test_drafts_are_both_accepted_and_rejected(architecture: str, algorithm: str
     assert 0 < sum(counts) / len(counts) < 4
     assert any(0 < count < 4 for count in counts)
     assert 0 in counts
-
-
-class DraftSpy:
-    """Records every request's drafts on their way into the accept test."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.turns: dict[int, list[Turn]] = {}
-        self._last: list[Turn] = []
-        monkeypatch.setattr(decoding, "accept_greedy", self._accept)
-
-    def _accept(self, drafts: Tensor, target_tokens: Tensor) -> Acceptance:
-        outcome = accept_greedy(drafts, target_tokens)
-        rows = zip(drafts.tolist(), outcome.num_accepted.tolist(), strict=True)
-        self._last = [(tuple(tokens), count) for tokens, count in rows]
-        return outcome
-
-    def after_step(self, decoder: Decoder) -> None:
-        """Book the last accept test's lanes to their requests; first passes draft nothing."""
-        if self._last[0][0]:
-            for request, turn in zip(decoder.requests, self._last, strict=True):
-                self.turns.setdefault(request.index, []).append(turn)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +161,7 @@ def test_vegas_keeping_everything_equals_dense(architecture: str, scope: Scope) 
 
 
 @pytest.mark.parametrize("knob", [{"sparsity_ratio": 1.0}, {"min_tokens": 1000}], ids=setting_id)
-@pytest.mark.parametrize("algorithm", ["vegas", "streaming_llm"])
+@pytest.mark.parametrize("algorithm", SPARSE)
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
 def test_a_window_over_everything_accepts_every_draft(
     architecture: str, algorithm: str, knob: dict[str, Any]
@@ -369,6 +346,9 @@ def test_records_account_for_every_token(gamma: int, sampling: SamplingConfig) -
     assert sorted(i for step in prefills for i in step.request_ids) == [0, 1, 2, 3]
 
 
+LENGTHS: Final = {"prefix_lens", "committed_lens", "current_lens"}
+
+
 class ProbePolicy(KVSelectionPolicy):
     """Drafts densely, anew at each draft step, and notes what it is handed."""
 
@@ -403,24 +383,43 @@ def test_a_policy_is_handed_the_lengths_it_was_promised(monkeypatch: pytest.Monk
             assert torch.equal(handed.prefix_lens, prefix)
             assert torch.equal(handed.committed_lens, prefix + fed)
             assert torch.equal(handed.current_lens, prefix + fed + drafted)
-            undeclared = (handed.scores, handed.prompt_scores, handed.keys, handed.query)
-            assert undeclared == (None,) * 4
+            undeclared = {field.name for field in dataclasses.fields(handed)} - LENGTHS
+            assert {getattr(handed, name) for name in undeclared} == {None}
     assert next(given, None) is None
 
 
-class QueryPolicy(KVSelectionPolicy):
-    """Asks for what this engine does not hand out."""
+class QueryPolicy(ProbePolicy):
+    """Drafts densely too, but asks for each step's query and the keys' bounds."""
 
     name: ClassVar[str] = "query"
 
     def _needs(self) -> Needs:
-        return Needs(query=True)
-
-    def select(self, given: SelectionInput) -> KVSelection | None:
-        raise AssertionError("never asked")
+        return Needs(query=True, page_size=8)
 
 
-def test_a_policy_that_needs_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_asks_for_queries_gets_each_layers_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(POLICIES, "query", QueryPolicy)
-    with pytest.raises(ConfigError, match="`algorithm` 'query' needs queries"):
-        run("llama", BASE.replace(algorithm="query"))
+    monkeypatch.setattr(ProbePolicy, "given", [])
+    model = tiny_model("gemma3")
+    prompts, layers = PROMPTS[1:3], len(model.shape.full_layers)
+    config = BASE.replace(algorithm="query", num_speculative_tokens=2)
+    decoded = decode(model, prompts, config, max_new_tokens=NEW_TOKENS)
+    assert set(decoded.all_accepted) == {2}
+    assert [len(turns) for turns in map(decoded.accepted, range(2))] == [3, 3]
+    assert len(ProbePolicy.given) == 3 * 2 * layers
+    for place, handed in enumerate(ProbePolicy.given):
+        turn, drafted = divmod(place // layers, 2)
+        current = torch.tensor([len(prompt) for prompt in prompts]) + 3 * turn + drafted
+        assert torch.equal(handed.current_lens, current)
+        assert handed.query is not None
+        assert handed.query.shape == (2, 4, 16)
+        assert handed.page_low is not None
+        assert handed.page_high is not None
+        assert handed.page_low.shape == (2, 2, int(current.max()) // 8, 16)
+        assert bool((handed.page_low <= handed.page_high).all())
+        assert handed.scores is None
+        assert handed.keys is None
+    queries = [handed.query for handed in ProbePolicy.given if handed.query is not None]
+    assert len({query.sum().item() for query in queries}) == len(queries)

@@ -61,6 +61,7 @@ def test_restored_prefill_is_bit_for_bit_the_saved_one(dtype: torch.dtype) -> No
         prompt=tuple(range(12)),
         keys=[new_tokens(SHAPE, layer, 1, 11, 1)[0][0].to(dtype) for layer in range(3)],
         values=[new_tokens(SHAPE, layer, 1, 11, 1)[1][0].to(dtype) for layer in range(3)],
+        queries={},
     )
     before = copies(cache)
     cache.restore(1, saved)
@@ -309,7 +310,11 @@ class Snapshots:
                 ]
 
 
-@pytest.mark.parametrize("config", [MIXED, STREAMING], ids=lambda config: str(config.algorithm))
+@pytest.mark.parametrize(
+    "config",
+    [MIXED, STREAMING, MIXED.replace(algorithm="quest"), MIXED.replace(algorithm="sparse_spec")],
+    ids=lambda config: str(config.algorithm),
+)
 @pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma3"])
 def test_rejected_drafts_leave_the_cache_of_plain_decoding(
     architecture: str, config: SpeculationConfig
@@ -345,9 +350,10 @@ def poison(decoder: Decoder) -> None:
         committed = int(decoder._committed[lane]) if in_use else 0
         for buffer in (*decoder.cache.keys, *decoder.cache.values):
             buffer[lane, :, committed:] = 1e30
-    if decoder._packed is not None:
+    packed = decoder.selector.packed
+    if packed is not None:
         with torch.inference_mode():
-            for buffer in (*decoder._packed.keys, *decoder._packed.values):
+            for buffer in (*packed.keys, *packed.values):
                 buffer.fill_(-1e30)
 
 
@@ -358,8 +364,12 @@ def poison(decoder: Decoder) -> None:
         STREAMING,
         MIXED.replace(algorithm="dense"),
         MIXED.replace(rows="accepted_only", metric="logit", scope="kv_head"),
+        MIXED.replace(algorithm="quest", sparsity_ratio=0.7),
+        MIXED.replace(algorithm="spec_extend"),
+        MIXED.replace(algorithm="sparse_spec"),
+        MIXED.replace(algorithm="snapkv", sparsity_ratio=0.7),
     ],
-    ids=["vegas", "streaming_llm", "dense", "vegas-switched"],
+    ids=lambda config: f"{config.algorithm}-{config.metric}",
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_lies_beyond_the_committed_length_is_never_read(

@@ -119,7 +119,12 @@ def p_value(decoded: Decoded, exact: ExactTexts) -> float:
 @SAMPLINGS
 @pytest.mark.parametrize(
     ("architecture", "algorithm"),
-    [("gpt_oss", "vegas"), ("gpt_oss", "streaming_llm"), ("qwen3", "vegas")],
+    [
+        ("gpt_oss", "vegas"),
+        ("gpt_oss", "streaming_llm"),
+        ("gpt_oss", "quest"),
+        ("qwen3", "vegas"),
+    ],
 )
 def test_sampled_texts_have_the_exact_distribution(
     architecture: str, algorithm: str, sampling: SamplingConfig

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Final, get_args
 
 import pytest
@@ -22,13 +24,18 @@ from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
 
 NUM_LAYERS: Final = 3
 NUM_KV_HEADS: Final = 2
+GROUP: Final = 2
+HEAD_DIM: Final = 8
 SWITCH_VALUES: Final = {
     "rows": get_args(Rows),
     "metric": get_args(Metric),
     "scope": get_args(Scope),
 }
 
-# Every policy; the one with switches also with each switch set, alone and all together.
+# The switches a policy has; it refuses the others.
+OWN_SWITCHES: Final = {"vegas": {"rows", "metric", "scope"}, "quest": {"scope"}}
+
+# Every policy; those with switches also with each switch set, and all of them together.
 VARIANTS: Final = [
     *({"algorithm": name} for name in POLICIES),
     *(
@@ -37,6 +44,7 @@ VARIANTS: Final = [
         for value in values[1:]
     ),
     {"algorithm": "vegas", "rows": "last_accepted", "metric": "logit", "scope": "kv_head"},
+    {"algorithm": "quest", "scope": "kv_head"},
 ]
 BUDGETS: Final = [
     {"num_speculative_tokens": 4, "sparsity_ratio": 0.1, "min_tokens": 1},
@@ -74,22 +82,41 @@ def given_for(
 ) -> SelectionInput:
     """What an engine hands to this policy: nothing that it did not declare."""
     needs = policy.needs
-    if needs.keys or needs.query or needs.prompt_rows:
-        pytest.fail(f"{policy.name} needs more than this suite hands out yet")
     prefix_lens = torch.tensor(prefixes)
     committed = prefix_lens + 1 + min(accepted, policy.config.num_speculative_tokens)
-    scores = None
+    random = torch.Generator().manual_seed(seed)
+    batch, capacity = (NUM_LAYERS, len(prefixes)), max(prefixes) + 16
+    heads, groups = NUM_KV_HEADS, NUM_KV_HEADS * GROUP
+    handed: dict[str, Tensor] = {}
     if needs.collection is not None:
-        heads = NUM_KV_HEADS if needs.collection.scope == "kv_head" else 1
-        random = torch.Generator().manual_seed(seed)
-        shape = (NUM_LAYERS, len(prefixes), heads, max(prefixes) + 9)
-        scores = torch.rand(shape, generator=random)
+        scored = heads if needs.collection.scope == "kv_head" else 1
+        handed["scores"] = torch.rand(*batch, scored, capacity, generator=random)
+    if needs.prompt_rows:
+        rows = (*batch, groups, needs.prompt_rows, HEAD_DIM)
+        handed["prompt_queries"] = torch.randn(rows, generator=random)
+        handed["keys"] = torch.randn(*batch, heads, capacity, HEAD_DIM, generator=random)
+    if needs.page_size:
+        pages = (*batch, heads, capacity // needs.page_size, HEAD_DIM)
+        handed["page_low"] = torch.randn(pages, generator=random)
+        handed["page_high"] = handed["page_low"] + torch.rand(pages, generator=random)
+    if needs.query:
+        handed["query"] = torch.randn(*batch, groups, HEAD_DIM, generator=random)
     return SelectionInput(
         prefix_lens=prefix_lens,
         committed_lens=committed,
         current_lens=committed + drafted,
-        scores=scores,
+        **handed,
     )
+
+
+def handed_tensors(given: SelectionInput) -> dict[str, Tensor]:
+    """Everything with a layer dimension that was handed over."""
+    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and not name.endswith("_lens")
+    }
 
 
 def lists(selection: KVSelection) -> list[list[int]]:
@@ -139,9 +166,9 @@ def test_the_newest_tokens_are_always_attended(policy: KVSelectionPolicy, drafte
     if selection is None:
         return
     assert bool((selection.tail_starts <= given.current_lens).all())
-    if policy.needs.collection is not None:
-        # What the verify pass could not score: behind row 0.
-        assert selection.tail_starts.tolist() == (given.prefix_lens + 1).tolist()
+    if policy.needs.collection is not None or policy.needs.prompt_rows:
+        # What no pass has scored lies behind row 0.
+        assert bool((selection.tail_starts <= given.prefix_lens + 1).all())
 
 
 def streaming_attended(config: SpeculationConfig, current_len: int) -> set[int]:
@@ -153,14 +180,20 @@ def streaming_attended(config: SpeculationConfig, current_len: int) -> set[int]:
     return {*blocks[0], *itertools.chain.from_iterable(newest)} - {current_len}
 
 
+def shared_budget(config: SpeculationConfig, prefix: int) -> int:
+    """B = ceil(rho * (L + gamma + 1)), at least the floor, at most all candidates 0..L."""
+    asked = math.ceil(config.sparsity_ratio * (prefix + 1 + config.num_speculative_tokens))
+    return min(max(asked, config.min_tokens), prefix + 1)
+
+
 def check_vegas_budget(
     config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
 ) -> None:
-    """B = ceil(rho * (L + gamma + 1)), at least the floor, at most all candidates 0..L."""
-    candidates = int(given.prefix_lens[request]) + 1
-    asked = math.ceil(config.sparsity_ratio * (candidates + config.num_speculative_tokens))
-    budget = min(max(asked, config.min_tokens), candidates)
+    """B entries beside the tail, which starts behind row 0."""
+    prefix = int(given.prefix_lens[request])
+    budget = shared_budget(config, prefix)
     assert {len(positions) for positions in by_request(selection, request)} == {budget}
+    assert int(selection.tail_starts[request]) == prefix + 1
 
 
 def check_streaming_budget(
@@ -173,7 +206,71 @@ def check_streaming_budget(
     assert {*sinks, *tail} == streaming_attended(config, current)
 
 
-BUDGET_RULES: Final = {"vegas": check_vegas_budget, "streaming_llm": check_streaming_budget}
+def check_quest_budget(
+    config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
+) -> None:
+    """floor(B / 16) whole pages, the query's own among them; everything if it fits."""
+    current = int(given.current_lens[request])
+    budget = shared_budget(config, current)
+    num_pages = current // KV_BLOCK_SIZE + 1
+    if budget <= current:
+        num_pages = min(max(budget // KV_BLOCK_SIZE, 1), num_pages)
+    for positions in by_request(selection, request):
+        read = {*positions, *range(int(selection.tail_starts[request]), current + 1)}
+        pages = {position // KV_BLOCK_SIZE for position in read}
+        assert len(pages) == num_pages
+        assert current // KV_BLOCK_SIZE in pages
+        assert read == {j for j in range(current + 1) if j // KV_BLOCK_SIZE in pages}
+        assert len(read) <= max(budget, KV_BLOCK_SIZE)
+
+
+def check_spec_extend_budget(
+    config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
+) -> None:
+    """floor(B / 16) of the full pages; the page that the tail starts in is read whole."""
+    prefix = int(given.prefix_lens[request])
+    full = (prefix + 1) // KV_BLOCK_SIZE
+    count = min(shared_budget(config, prefix) // KV_BLOCK_SIZE, full)
+    assert int(selection.tail_starts[request]) == full * KV_BLOCK_SIZE
+    for positions in by_request(selection, request):
+        pages = {position // KV_BLOCK_SIZE for position in positions}
+        assert len(pages) == count
+        assert len(positions) == count * KV_BLOCK_SIZE
+
+
+def check_sparse_spec_budget(
+    config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
+) -> None:
+    """B = max(floor, ceil(rho * L')) in all at the first step, the newest n + 1 among them."""
+    committed = int(given.committed_lens[request])
+    recent = min(committed - int(given.prefix_lens[request]) + 1, committed)
+    budget = max(config.min_tokens, math.ceil(config.sparsity_ratio * committed))
+    assert int(selection.tail_starts[request]) == committed - recent
+    for positions in by_request(selection, request):
+        assert len(positions) + recent == min(max(budget, recent), committed)
+
+
+def check_snapkv_budget(
+    config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
+) -> None:
+    """B of the prompt's keys, its last 32 among them."""
+    prefix = int(given.prefix_lens[request])
+    budget = shared_budget(config, prefix)
+    tail = prefix + 1 - int(selection.tail_starts[request])
+    assert tail == min(budget, 32)
+    assert {len(positions) + tail for positions in by_request(selection, request)} == {budget}
+
+
+BudgetRule = Callable[[SpeculationConfig, SelectionInput, KVSelection, int], None]
+
+BUDGET_RULES: Final[dict[str, BudgetRule]] = {
+    "vegas": check_vegas_budget,
+    "streaming_llm": check_streaming_budget,
+    "quest": check_quest_budget,
+    "spec_extend": check_spec_extend_budget,
+    "sparse_spec": check_sparse_spec_budget,
+    "snapkv": check_snapkv_budget,
+}
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 3])
@@ -229,7 +326,7 @@ def test_a_request_gets_the_same_lists_alone_and_in_a_batch(policy: KVSelectionP
             prefix_lens=together.prefix_lens[own],
             committed_lens=together.committed_lens[own],
             current_lens=together.current_lens[own],
-            scores=None if together.scores is None else together.scores[:, own],
+            **{name: value[:, own] for name, value in handed_tensors(together).items()},
         )
         single = policy.select(alone)
         assert single is not None
@@ -240,14 +337,14 @@ def test_a_request_gets_the_same_lists_alone_and_in_a_batch(policy: KVSelectionP
 def test_layers_together_and_one_by_one_give_the_same_lists(policy: KVSelectionPolicy) -> None:
     together = given_for(policy)
     selection = policy.select(together)
-    if selection is None or together.scores is None:
+    if selection is None or not handed_tensors(together):
         return
     for layer in range(NUM_LAYERS):
         alone = SelectionInput(
             prefix_lens=together.prefix_lens,
             committed_lens=together.committed_lens,
             current_lens=together.current_lens,
-            scores=together.scores[layer],
+            **{name: value[layer] for name, value in handed_tensors(together).items()},
         )
         single = policy.select(alone)
         assert single is not None
@@ -255,25 +352,26 @@ def test_layers_together_and_one_by_one_give_the_same_lists(policy: KVSelectionP
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
-def test_scores_beyond_the_candidates_are_not_looked_at(
-    policy: KVSelectionPolicy, garbage: float
-) -> None:
+def test_what_is_undefined_is_not_looked_at(policy: KVSelectionPolicy, garbage: float) -> None:
     given = given_for(policy)
     before = policy.select(given)
-    if given.scores is None:
-        return
     for request, prefix in enumerate(PREFIXES):
-        given.scores[:, request, :, prefix + 1 :] = garbage
+        full_pages = int(given.current_lens[request]) // KV_BLOCK_SIZE
+        for name, value in handed_tensors(given).items():
+            if name in {"scores", "keys"}:
+                value[:, request, :, prefix + 1 :] = garbage
+            elif name == "prompt_queries":
+                value[:, request, :, : max(value.shape[-2] - prefix - 1, 0)] = garbage
+            elif name in {"page_low", "page_high"}:
+                value[:, request, :, full_pages:] = garbage
     assert same(policy.select(given), before)
 
 
 def test_input_is_left_as_it_was(policy: KVSelectionPolicy) -> None:
     given, reference = given_for(policy), given_for(policy)
     policy.select(given)
-    for name in ("prefix_lens", "committed_lens", "current_lens", "scores"):
-        own: Tensor | None = getattr(given, name)
-        if own is not None:
-            assert torch.equal(own, getattr(reference, name))
+    for name in ("prefix_lens", "committed_lens", "current_lens", *handed_tensors(given)):
+        assert torch.equal(getattr(given, name), getattr(reference, name))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -283,9 +381,14 @@ def test_input_is_left_as_it_was(policy: KVSelectionPolicy) -> None:
 def test_a_switch_is_obeyed_or_refused(name: str, switch: str, value: str) -> None:
     plain = SpeculationConfig(algorithm=name, num_speculative_tokens=4, sparsity_ratio=0.1)
     config = plain.replace(**{switch: value})
-    if make_policy(plain).needs.collection is None:
+    if switch not in OWN_SWITCHES.get(name, ()):
         with pytest.raises(ConfigError, match=f"`{switch}` is '{value}'"):
             make_policy(config)
+    elif name == "quest":
+        policy = make_policy(config)
+        selection = policy.select(given_for(policy))
+        assert selection is not None
+        assert selection.positions.shape[-2] == NUM_KV_HEADS
     else:
         collection = make_policy(config).needs.collection
         assert getattr(collection, switch) == value

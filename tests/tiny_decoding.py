@@ -12,14 +12,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import pytest
+import slow_baselines
 import torch
+from slow_baselines import Reads
 from tiny_models import make_tiny
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.engine import decoding
+from vegas_runtime.engine.acceptance import Acceptance, accept_greedy
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.decoding import Decoder, Request
 from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
@@ -27,6 +32,11 @@ from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
 from vegas_runtime.records import StepRecord
 
 GREEDY: Final = SamplingConfig()
+
+# Of a layer, its queries [H, S, D] and keys [Hkv, S, D]: narrows the mask [H, S, S] in place.
+Narrow = Callable[[int, Tensor, Tensor, Tensor], None]
+
+T = TypeVar("T")
 
 # One iteration of one request: its drafts, and how many of them stood.
 Turn = tuple[tuple[int, ...], int]
@@ -144,6 +154,27 @@ def decode(
     return decoded
 
 
+class DraftSpy:
+    """Records every request's drafts on their way into the accept test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turns: dict[int, list[Turn]] = {}
+        self._last: list[Turn] = []
+        monkeypatch.setattr(decoding, "accept_greedy", self._accept)
+
+    def _accept(self, drafts: Tensor, target_tokens: Tensor) -> Acceptance:
+        outcome = accept_greedy(drafts, target_tokens)
+        rows = zip(drafts.tolist(), outcome.num_accepted.tolist(), strict=True)
+        self._last = [(tuple(tokens), count) for tokens, count in rows]
+        return outcome
+
+    def after_step(self, decoder: Decoder) -> None:
+        """Book the last accept test's lanes to their requests; first passes draft nothing."""
+        if self._last[0][0]:
+            for request, turn in zip(decoder.requests, self._last, strict=True):
+                self.turns.setdefault(request.index, []).append(turn)
+
+
 # -- the slow oracle ------------------------------------------------------------------------------
 
 
@@ -163,7 +194,10 @@ def masked_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     raw = query @ key.transpose(-1, -2)
-    logits = (raw * scaling).masked_fill(~kwargs["layer_masks"][layer], -torch.inf)
+    mask = kwargs["layer_masks"][layer]
+    if kwargs["narrow"] is not None:
+        kwargs["narrow"](layer, query[0], key[0, ::groups], mask)
+    logits = (raw * scaling).masked_fill(~mask, -torch.inf)
     sinks = torch.full(logits.shape[1:2], -torch.inf) if s_aux is None else s_aux
     column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
     weights = torch.cat((logits, column), dim=-1).softmax(dim=-1)[..., :-1]
@@ -186,25 +220,32 @@ class SlowDecoder:
         text, prefix = list(prompt), len(prompt) - 1
         target, scores = self._verify(text, prefix)
         text.append(target[0])
-        chosen = self._chosen(scores, prefix, accepted=0)
+        chosen = self._chosen_after_prefill(scores, prefix)
         turns: list[Turn] = []
         while len(text) < len(prompt) + max_new_tokens:
-            drafts = self._draft(text, chosen, prefix)
+            drafts = self._draft(text, chosen)
             prefix = len(text) - 1
             target, scores = self._verify(text + drafts, prefix)
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == target[accepted]:
                 accepted += 1
             text += [*drafts[:accepted], target[accepted]]
-            chosen = self._chosen(scores, prefix, accepted)
+            if self.config.algorithm != "snapkv":
+                chosen = self._chosen(scores, prefix, accepted)
             turns.append((tuple(drafts), accepted))
         return text[len(prompt) : len(prompt) + max_new_tokens], turns
 
-    def _forward(self, text: list[int], masks: list[Tensor]) -> tuple[Tensor, dict[int, Any]]:
+    def _forward(
+        self, text: list[int], masks: list[Tensor], narrow: Narrow | None = None
+    ) -> tuple[Tensor, dict[int, Any]]:
         seen: dict[int, Any] = {}
         with torch.inference_mode():
             output = self.model(
-                input_ids=torch.tensor([text]), use_cache=False, layer_masks=masks, seen=seen
+                input_ids=torch.tensor([text]),
+                use_cache=False,
+                layer_masks=masks,
+                narrow=narrow,
+                seen=seen,
             )
         return output.logits[0], seen
 
@@ -230,10 +271,40 @@ class SlowDecoder:
         tokens: list[int] = logits[prefix:].argmax(-1).tolist()
         return tokens, seen
 
-    def _chosen(self, seen: dict[int, Any], prefix: int, accepted: int) -> list[list[set[int]]]:
-        """Positions per layer and query head that the next draft steps read below the tail."""
-        if self.config.algorithm != "vegas":
+    def _chosen_after_prefill(self, seen: dict[int, Any], prefix: int) -> list[list[Reads]]:
+        if self.config.algorithm == "sparse_spec":
             return []
+        if self.config.algorithm == "snapkv":
+            group = self.model.config.num_attention_heads // self.model.config.num_key_value_heads
+            return [
+                repeat(slow_baselines.snapkv(self.config, seen[layer]["logit"], group), group)
+                for layer in range(self.model.config.num_hidden_layers)
+            ]
+        return self._chosen(seen, prefix, accepted=0)
+
+    def _chosen(self, seen: dict[int, Any], prefix: int, accepted: int) -> list[list[Reads]]:
+        """What the next draft steps read per layer and query head; nothing where that is all."""
+        layers = range(self.model.config.num_hidden_layers)
+        heads = self.model.config.num_attention_heads
+        if self.config.algorithm == "vegas":
+            return self._chosen_by_vegas(seen, prefix, accepted)
+        if self.config.algorithm == "spec_extend":
+            rows = [seen[layer]["weight"][:, prefix + accepted] for layer in layers]
+            return [[slow_baselines.spec_extend(self.config, row, prefix)] * heads for row in rows]
+        if self.config.algorithm == "sparse_spec":
+            group = heads // self.model.config.num_key_value_heads
+            blocks = [seen[layer]["weight"][:, prefix:] for layer in layers]
+            return [
+                repeat(
+                    slow_baselines.sparse_spec(self.config, block, group, prefix, accepted), group
+                )
+                for block in blocks
+            ]
+        return []
+
+    def _chosen_by_vegas(
+        self, seen: dict[int, Any], prefix: int, accepted: int
+    ) -> list[list[Reads]]:
         last = seen[0]["weight"].shape[1] - 1 - prefix
         rows = {
             "two": {0, last},
@@ -255,7 +326,8 @@ class SlowDecoder:
             for head in range(heads):
                 start = head // group * group
                 sums = total[start : start + group].sum(dim=0)
-                own.append({*sums.argsort(descending=True, stable=True)[:budget].tolist()})
+                best = {*sums.argsort(descending=True, stable=True)[:budget].tolist()}
+                own.append(Reads(entries=best, tail_start=prefix + 1))
             layers.append(own)
         return layers
 
@@ -266,27 +338,53 @@ class SlowDecoder:
         blocks = [range(i, min(i + 16, count)) for i in range(0, count, 16)]
         return {j for block in (blocks[0], *blocks[-math.ceil(asked / 16) :]) for j in block}
 
-    def _draft(self, text: list[int], chosen: list[list[set[int]]], prefix: int) -> list[int]:
-        """Draft gamma tokens; `prefix` is that of the last verify pass."""
+    def _draft(self, text: list[int], chosen: list[list[Reads]]) -> list[int]:
+        """Draft gamma tokens."""
         drafts: list[int] = []
         first = len(text) - 1
+        algorithm = self.config.algorithm
+        narrow = self._narrow_by_quest(first) if algorithm == "quest" else None
         for _ in range(self.config.num_speculative_tokens):
             whole = text + drafts
             masks = self._dense_masks(len(whole))
             for layer, slides in enumerate(self._slides()):
-                if slides or self.config.algorithm == "dense":
+                if slides or not (chosen or algorithm == "streaming_llm"):
                     continue
                 for position in range(first, len(whole)):
                     for head in range(masks[layer].shape[0]):
-                        if self.config.algorithm == "vegas":
-                            seen = chosen[layer][head] | {*range(prefix + 1, position + 1)}
+                        if chosen:
+                            reads = chosen[layer][head]
+                            seen = reads.entries | {*range(reads.tail_start, position + 1)}
                         else:
                             seen = self._streamed(position)
                         masks[layer][head, position] = False
                         masks[layer][head, position, sorted(seen)] = True
-            logits, _ = self._forward(whole, masks)
+            logits, _ = self._forward(whole, masks, narrow)
             drafts.append(int(logits[-1].argmax()))
         return drafts
+
+    def _narrow_by_quest(self, first: int) -> Narrow:
+        """Narrows the masks of rows from `first` on as each row's own query has it."""
+        per_head = self.config.scope == "kv_head"
+
+        def narrow(layer: int, query: Tensor, key: Tensor, mask: Tensor) -> None:
+            if self._slides()[layer]:
+                return
+            group = query.shape[0] // key.shape[0]
+            for position in range(first, query.shape[1]):
+                seen = slow_baselines.quest(self.config, query[:, position], key[:, : position + 1])
+                for head, entries in enumerate(
+                    repeat(seen, group) if per_head else seen * query.shape[0]
+                ):
+                    mask[head, position] = False
+                    mask[head, position, sorted(entries)] = True
+
+        return narrow
+
+
+def repeat(per_kv_head: Sequence[T], group: int) -> list[T]:
+    """One entry per query head."""
+    return [entry for entry in per_kv_head for _ in range(group)]
 
 
 @cache

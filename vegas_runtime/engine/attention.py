@@ -7,6 +7,7 @@ collect; the function itself knows nothing of drafting.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +20,10 @@ from vegas_runtime.kernels.reference import ScoreSpec, Window, attention
 ATTENTION_NAME: Final = "vegas_tune"
 PASS_KEYWORD: Final = "attention_pass"
 
+# Of a layer, its queries [B, H, S, D], keys and values [B, Hkv, N, D]: the keys and values to
+# attend to instead and their columns, or None for all of them.
+Narrow = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Window] | None]
+
 
 @dataclass(kw_only=True)
 class AttentionPass:
@@ -28,13 +33,19 @@ class AttentionPass:
         windows: per sliding window (None for full attention), the columns each row sees.
         sliding_windows: per layer, its window or None.
         score: what full-attention layers collect, or None.
+        narrow: picks, from a full-attention layer's own queries, what the layer attends to.
+        num_queries: full-attention layers keep the queries of so many last rows.
         scores: filled by the pass: layer index to collected scores.
+        queries: filled by the pass: layer index to kept queries [B, H, num_queries, D].
     """
 
     windows: dict[int | None, Window]
     sliding_windows: tuple[int | None, ...]
     score: ScoreSpec | None = None
+    narrow: Narrow | None = None
+    num_queries: int = 0
     scores: dict[int, Tensor] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 def make_window(high: Tensor, low: Tensor | None = None) -> Window:
@@ -101,12 +112,19 @@ def attention_forward(
     this: AttentionPass = kwargs[PASS_KEYWORD]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = this.sliding_windows[layer]
+    columns = this.windows[window]
+    if window is None and this.num_queries:
+        # A copy: a view would keep the whole pass's queries.
+        this.queries[layer] = query[:, :, -this.num_queries :].to(key.dtype, copy=True)
+    if window is None and this.narrow is not None:
+        narrowed = this.narrow(layer, query, key, value)
+        key, value, columns = (key, value, columns) if narrowed is None else narrowed
     output, scores = attention(
         query.to(key.dtype),
         key,
         value,
         scale=scaling,
-        window=this.windows[window],
+        window=columns,
         sinks=s_aux,
         softcap=softcap,
         score=this.score if window is None else None,

@@ -1,6 +1,7 @@
 """The loop: prefill, then draft, verify, accept, roll back, for several requests at once.
 
     select   the policy picks KV entries from the last verify pass's scores; they are packed
+             (`selection.py`)
     draft    gamma forward passes over the packed entries, one token per request each
     verify   one forward pass over everything: gamma + 1 rows per request, scores collected
     accept   speculative sampling; the committed length moves, which is all the roll-back there is
@@ -14,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -29,19 +29,16 @@ from vegas_runtime.engine.acceptance import (
 )
 from vegas_runtime.engine.attention import (
     AttentionPass,
+    Narrow,
     make_window,
     windows_for_positions,
 )
 from vegas_runtime.engine.kv_cache import DraftCache, KVCache, SavedPrefill
 from vegas_runtime.engine.model import DecoderModel
-from vegas_runtime.errors import ConfigError
-from vegas_runtime.kernels.reference import ScoreSpec, Window
-from vegas_runtime.policies import KVSelection, SelectionInput, make_policy
-from vegas_runtime.policies.base import EARLY_ROWS
+from vegas_runtime.engine.selection import Selector
+from vegas_runtime.kernels.reference import Window
+from vegas_runtime.policies import KVSelection
 from vegas_runtime.records import StepKind, StepRecord
-
-# Columns to spare, so that a context growing by some tokens does not reallocate.
-PACKED_SLACK: Final = 64
 
 
 @dataclass(kw_only=True)
@@ -103,7 +100,7 @@ class Decoder:
         cache: holds the lanes; at least as long as the longest text plus gamma + 1.
 
     Raises:
-        ConfigError: an unknown policy, or one that needs what this engine does not offer.
+        ConfigError: an unknown policy, or a switch that it lacks.
     """
 
     def __init__(
@@ -115,25 +112,11 @@ class Decoder:
     ) -> None:
         self.model, self.config, self.cache = model, config, cache
         self.sampler = TokenSampler(sampling)
-        self.policy = make_policy(config)
-        needs = self.policy.needs
-        if needs.query or needs.keys or needs.prompt_rows or needs.dense_first_phase:
-            raise ConfigError(
-                f"`algorithm` {config.algorithm!r} needs queries, keys or prompt rows while "
-                "drafting, which the reference engine does not hand out."
-            )
+        self.selector = Selector(config, cache)
         self.requests: list[Request] = []
-        self._packed: DraftCache | None = None
         device, lanes = model.device, cache.keys[0].shape[0]
         self._tokens = torch.zeros(lanes, cache.capacity, dtype=torch.int64, device=device)
         self._committed = torch.zeros(lanes, dtype=torch.int64, device=device)
-        self._prefix = torch.zeros(lanes, dtype=torch.int64, device=device)
-        self._collection = needs.collection if config.num_speculative_tokens else None
-        if self._collection is not None:
-            heads = model.shape.num_kv_heads[0] if self._collection.scope == "kv_head" else 1
-            self._scores = torch.zeros(
-                len(model.shape.full_layers), lanes, heads, cache.capacity, device=device
-            )
 
     # -- requests come and go ---------------------------------------------------------------
 
@@ -151,15 +134,19 @@ class Decoder:
             prompt = torch.tensor(request.saved.prompt, device=self.model.device)
             self._tokens[lane, : len(prompt)] = prompt
             self._committed[lane] = len(prompt) - 1
-        phases.end("other")
         self.requests.extend(requests)
         lanes = slice(first, len(self.requests))
+        self.selector.admitted(lanes)
+        phases.end("other")
         drafts = self._tokens.new_zeros(len(requests), 0)
-        logits, kept = self._verify(drafts, lanes)
+        logits, this = self._verify(drafts, lanes)
         phases.end("verify")
+        self.selector.prefilled(lanes, [request.saved for request in requests], this)
+        phases.end("select")
         accepted = self._accept(drafts, None, logits, self._uniforms(lanes, 0), lanes)
-        return self._commit(drafts, accepted, kept, lanes, phases, "prefill", num_waiting)
+        return self._commit(drafts, accepted, this, lanes, phases, "prefill", num_waiting)
 
+    @torch.inference_mode()
     def retire(self) -> list[Request]:
         """Free the lanes of finished requests; the last lanes move into the gaps."""
         finished = [request for request in self.requests if request.is_finished]
@@ -174,10 +161,9 @@ class Decoder:
 
     def _move_lane(self, source: int, target: int) -> None:
         self.cache.move(source, target, int(self._committed[source]))
-        for state in (self._tokens, self._committed, self._prefix):
+        for state in (self._tokens, self._committed):
             state[target] = state[source]
-        if self._collection is not None:
-            self._scores[:, target] = self._scores[:, source]
+        self.selector.moved(source, target)
 
     # -- one iteration ----------------------------------------------------------------------
 
@@ -189,10 +175,10 @@ class Decoder:
         gamma = self.config.num_speculative_tokens
         uniforms = self._uniforms(lanes, gamma)
         drafts, draft_probs = self._draft(uniforms[:, :gamma], phases)
-        logits, kept = self._verify(drafts, lanes)
+        logits, this = self._verify(drafts, lanes)
         phases.end("verify")
         accepted = self._accept(drafts, draft_probs, logits, uniforms[:, gamma:], lanes)
-        return self._commit(drafts, accepted, kept, lanes, phases, "decode", num_waiting)
+        return self._commit(drafts, accepted, this, lanes, phases, "decode", num_waiting)
 
     def _uniforms(self, lanes: slice, gamma: int) -> Tensor:
         """Each request's next 2 * gamma + 1 random numbers; unused when greedy."""
@@ -210,15 +196,19 @@ class Decoder:
         committed = self._committed[:batch]
         drafts = self._tokens.new_zeros(batch, gamma)
         probs: list[Tensor] = []
-        packed: DraftCache | None = None
+        selector = self.selector
         selection: KVSelection | None = None
+        narrow: Narrow | None = None
         for i in range(gamma):
-            if i == 0 or self.policy.needs.per_draft_step:
-                packed, selection = self._select(batch, i, packed, selection)
+            if selector.selects_by_query:
+                narrow = selector.narrow(committed, i, phases.end)
+            elif i == 0 or selector.selects_each_step:
+                selection = selector.select(committed, i, selection)
                 phases.end("select")
+            packed = None if selection is None else selector.packed
             tokens = self._tokens[:batch].gather(1, (committed + i)[:, None])
             positions = (committed + i)[:, None]
-            logits = self._draft_pass(tokens, positions, packed)[:, -1]
+            logits = self._draft_pass(tokens, positions, packed, narrow)[:, -1]
             history = self._history(positions + 1, slice(0, batch))
             if self.sampler.config.is_greedy:
                 drafts[:, i] = self.sampler.greedy(logits, history)
@@ -230,88 +220,41 @@ class Decoder:
             phases.end("draft")
         return drafts, torch.stack(probs, dim=1) if probs else None
 
-    def _select(
-        self, batch: int, drafted: int, packed: DraftCache | None, before: KVSelection | None
-    ) -> tuple[DraftCache | None, KVSelection | None]:
-        """Ask the policy and pack what it chose; None packs nothing and drafts densely."""
-        committed = self._committed[:batch]
-        selection = self.policy.select(
-            SelectionInput(
-                prefix_lens=self._prefix[:batch],
-                committed_lens=committed,
-                current_lens=committed + drafted,
-                scores=self._scores[:, :batch] if self._collection is not None else None,
-            )
-        )
-        if selection is None:
-            return None, None
-        if before is not None and _same(selection, before):
-            return packed, selection
-        gamma = self.config.num_speculative_tokens
-        tail = int((committed + gamma - selection.tail_starts).max())
-        packed = self._packed_cache(selection.positions.shape[-1] + tail)
-        packed.gather(selection, committed + drafted)
-        packed.gather_windows(committed + drafted)
-        return packed, selection
-
-    def _packed_cache(self, width: int) -> DraftCache:
-        """The draft cache, made anew only when it has become too narrow."""
-        if self._packed is None or self._packed.width < width:
-            self._packed = DraftCache(
-                self.cache,
-                width=width + PACKED_SLACK,
-                max_drafts=self.config.num_speculative_tokens,
-                write_through=self.policy.needs.per_draft_step,
-            )
-        return self._packed
-
-    def _draft_pass(self, tokens: Tensor, positions: Tensor, packed: DraftCache | None) -> Tensor:
+    def _draft_pass(
+        self, tokens: Tensor, positions: Tensor, packed: DraftCache | None, narrow: Narrow | None
+    ) -> Tensor:
         """Logits [B, 1, V] of one draft step."""
         layers = self.model.shape.sliding_windows
         if packed is None:
             self.cache.begin(positions, 0)
             windows = windows_for_positions(positions, layers)
-            this = AttentionPass(windows=windows, sliding_windows=layers)
+            this = AttentionPass(windows=windows, sliding_windows=layers, narrow=narrow)
             return self.model.forward(tokens, positions, self.cache, this)
         packed.begin(positions)
         this = AttentionPass(windows=_packed_windows(packed, positions), sliding_windows=layers)
         return self.model.forward(tokens, positions, packed, this)
 
-    def _verify(self, drafts: Tensor, lanes: slice) -> tuple[Tensor, dict[int, Tensor]]:
+    def _verify(self, drafts: Tensor, lanes: slice) -> tuple[Tensor, AttentionPass]:
         """One pass over pending token and drafts.
 
         Returns:
-            Logits [B, gamma + 1, V], and scores by layer whose rows wait for acceptance.
+            Logits [B, gamma + 1, V], and the pass with what it collected.
         """
         gamma = drafts.shape[1]
         committed = self._committed[lanes]
         positions = committed[:, None] + torch.arange(gamma + 1, device=drafts.device)
         tokens = self._tokens[lanes].gather(1, positions)
-        score = None
-        if self._collection is not None:
-            score = ScoreSpec(
-                rows=tuple(self._collection.row_indices(gamma + 1)),
-                metric=self._collection.metric,
-                per_kv_head=self._collection.scope == "kv_head",
-                reduce_rows=self._collection.rows in EARLY_ROWS,
-            )
         layers = self.model.shape.sliding_windows
         this = AttentionPass(
-            windows=windows_for_positions(positions, layers), sliding_windows=layers, score=score
+            windows=windows_for_positions(positions, layers),
+            sliding_windows=layers,
+            score=self.selector.score(gamma + 1),
+            num_queries=self.selector.num_queries(gamma + 1),
         )
         self.cache.begin(positions, lanes.start)
         logits = self.model.forward(tokens, positions, self.cache, this)
-        self._prefix[lanes] = committed
-        if score is not None and score.reduce_rows:
-            self._store_scores(this.scores, lanes)
-            return logits, {}
-        return logits, this.scores
-
-    def _store_scores(self, scores: dict[int, Tensor], lanes: slice) -> None:
-        """Keep reduced scores [B, Hd, N] by layer for the coming selection."""
-        for place, layer in enumerate(self.model.shape.full_layers):
-            own = scores[layer]
-            self._scores[place, lanes, :, : own.shape[-1]] = own
+        self.selector.verified(lanes, committed, gamma, this)
+        return logits, this
 
     def _accept(
         self,
@@ -344,19 +287,14 @@ class Decoder:
         self,
         drafts: Tensor,
         accepted: Acceptance,
-        kept: dict[int, Tensor],
+        this: AttentionPass,
         lanes: slice,
         phases: _Phases,
         kind: StepKind,
         num_waiting: int,
     ) -> StepRecord:
         """Move the committed lengths, hand tokens to their requests, write the record."""
-        if kept and self._collection is not None:
-            reduced = {
-                layer: _reduce_rows(rows, accepted.num_accepted, self._collection.rows)
-                for layer, rows in kept.items()
-            }
-            self._store_scores(reduced, lanes)
+        self.selector.accepted(lanes, accepted.num_accepted, this)
         committed = self._committed[lanes]
         committed += 1 + accepted.num_accepted
         self._tokens[lanes].scatter_(1, committed[:, None], accepted.next_token[:, None])
@@ -387,12 +325,6 @@ class Decoder:
         )
 
 
-def _same(one: KVSelection, other: KVSelection) -> bool:
-    return torch.equal(one.tail_starts, other.tail_starts) and torch.equal(
-        one.positions, other.positions
-    )
-
-
 def _packed_windows(packed: DraftCache, positions: Tensor) -> dict[int | None, Window]:
     """Column ranges of a draft step, after `packed.begin`."""
     windows: dict[int | None, Window] = {}
@@ -403,11 +335,3 @@ def _packed_windows(packed: DraftCache, positions: Tensor) -> dict[int | None, W
             low = (first_visible - packed.window_starts[window][:, None]).clamp(min=0)
         windows[window] = make_window(counts[:, None], low)
     return windows
-
-
-def _reduce_rows(rows: Tensor, num_accepted: Tensor, which: str) -> Tensor:
-    """Sum the rows [B, R, Hd, N] that acceptance picked: row a, or rows 0..a."""
-    index = torch.arange(rows.shape[1], device=rows.device)
-    last = num_accepted[:, None]
-    picked = index == last if which == "last_accepted" else index <= last
-    return (rows * picked[:, :, None, None]).sum(dim=1)

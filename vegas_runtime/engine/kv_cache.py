@@ -15,7 +15,7 @@ attends to what it returns; which columns a row may see is the pass's business (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,15 @@ class SavedPrefill:
         prompt: token ids; the last one is not cached, it is row 0 of the first pass.
         keys: per layer [Hkv, len(prompt) - 1, D].
         values: per layer, likewise.
+        queries: by full-attention layer [H, R, D] of the cached rows at the prompt's end, at
+            most `MAX_PROMPT_ROWS` - 1 of them; empty for a prompt of one token. One prefill
+            serves every policy, so they are kept for the policies that ask.
     """
 
     prompt: tuple[int, ...]
     keys: list[Tensor]
     values: list[Tensor]
+    queries: Mapping[int, Tensor]
 
 
 class _LayerBuffers(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -234,7 +238,7 @@ class DraftCache(_LayerBuffers):
             lens: [B] int64, tokens cached per lane; the tail ends there.
         """
         positions = selection.positions
-        columns, counts = _with_tail(positions, selection.tail_starts, lens)
+        columns, counts = with_tail(positions, selection.tail_starts, lens)
         self.counts[None] = counts
         for place, layer in enumerate(self.shape.full_layers):
             self._copy(layer, columns[place] if columns.dim() == 4 else columns)
@@ -253,17 +257,11 @@ class DraftCache(_LayerBuffers):
 
     def _copy(self, layer: int, columns: Tensor) -> None:
         """Copy source positions [B, 1 or Hkv, N] of one layer to its first N columns."""
-        heads, dim = self.shape.num_kv_heads[layer], self.shape.head_dims[layer]
         lanes, _, width = columns.shape
-        device = columns.device
-        lane_heads = torch.arange(lanes * heads, device=device).view(lanes, heads, 1)
-        rows = (lane_heads * self.source.capacity + columns).reshape(-1)
-        for target, buffer in (
-            (self.keys[layer], self.source.keys[layer]),
-            (self.values[layer], self.source.values[layer]),
-        ):
-            picked = buffer.view(-1, dim).index_select(0, rows)
-            target[:lanes, :, :width] = picked.view(lanes, heads, width, dim)
+        source = (self.source.keys[layer], self.source.values[layer])
+        picked = take_columns(*source, columns)
+        for target, content in zip((self.keys[layer], self.values[layer]), picked, strict=True):
+            target[:lanes, :, :width] = content
 
     def begin(self, positions: Tensor) -> None:
         """Aim the next draft step: one new column per lane.
@@ -296,7 +294,22 @@ class DraftCache(_LayerBuffers):
         return self.keys[layer_idx][:lanes], self.values[layer_idx][:lanes]
 
 
-def _with_tail(positions: Tensor, tail_starts: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+def take_columns(keys: Tensor, values: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy columns [B, 1 or Hkv, N] of the first lanes' buffers [lanes, Hkv, capacity, D].
+
+    Returns:
+        Keys and values [B, Hkv, N, D].
+    """
+    _, heads, capacity, dim = keys.shape
+    lanes, _, width = columns.shape
+    lane_heads = torch.arange(lanes * heads, device=columns.device).view(lanes, heads, 1)
+    rows = (lane_heads * capacity + columns).reshape(-1)
+    # Flat rows: index_select copies whole rows, gather would look up each number.
+    taken = [buffer.view(-1, dim).index_select(0, rows) for buffer in (keys, values)]
+    return taken[0].view(lanes, heads, width, dim), taken[1].view(lanes, heads, width, dim)
+
+
+def with_tail(positions: Tensor, tail_starts: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """Append each lane's tail right behind its selected positions.
 
     Args:

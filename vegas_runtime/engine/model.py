@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from vegas_runtime.engine.attention import PASS_KEYWORD, AttentionPass, windows_for_positions
 from vegas_runtime.engine.kv_cache import CacheShape, KVCache, SavedPrefill
 from vegas_runtime.errors import ModelError
+from vegas_runtime.policies.base import MAX_PROMPT_ROWS
 
 PREFILL_CHUNK: Final = 512
 
@@ -125,17 +126,27 @@ def prefill(
         device=model.device,
     )
     tokens = torch.tensor([list(prompt)], device=model.device)
+    # The prompt's last token is a row of the first pass; the others' queries are kept here.
+    first_kept = count - (MAX_PROMPT_ROWS - 1)
+    queries: dict[int, list[Tensor]] = {}
     for start in range(0, count, PREFILL_CHUNK):
         stop = min(start + PREFILL_CHUNK, count)
         positions = torch.arange(start, stop, device=model.device)[None]
         cache.begin(positions, 0)
         windows = windows_for_positions(positions, model.shape.sliding_windows)
-        this = AttentionPass(windows=windows, sliding_windows=model.shape.sliding_windows)
+        this = AttentionPass(
+            windows=windows,
+            sliding_windows=model.shape.sliding_windows,
+            num_queries=max(stop - max(start, first_kept), 0),
+        )
         model.forward(tokens[:, start:stop], positions, cache, this, keep=1)
+        for layer, rows in this.queries.items():
+            queries.setdefault(layer, []).append(rows[0])
         if on_chunk is not None:
             on_chunk(stop)
     return SavedPrefill(
         prompt=tuple(prompt),
         keys=[key[0] for key in cache.keys],
         values=[value[0] for value in cache.values],
+        queries={layer: torch.cat(rows, dim=1) for layer, rows in queries.items()},
     )

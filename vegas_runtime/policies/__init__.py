@@ -15,11 +15,24 @@ from vegas_runtime.policies.base import (
     SelectionInput,
 )
 from vegas_runtime.policies.dense import DensePolicy
+from vegas_runtime.policies.quest import QuestPolicy
+from vegas_runtime.policies.snapkv import SnapKVPolicy
+from vegas_runtime.policies.sparse_spec import SparseSpecPolicy
+from vegas_runtime.policies.spec_extend import SpecExtendPolicy
 from vegas_runtime.policies.streaming_llm import StreamingLLMPolicy
 from vegas_runtime.policies.vegas import VegasPolicy
 
 POLICIES: Final[dict[str, type[KVSelectionPolicy]]] = {
-    policy.name: policy for policy in (DensePolicy, StreamingLLMPolicy, VegasPolicy)
+    policy.name: policy
+    for policy in (
+        DensePolicy,
+        StreamingLLMPolicy,
+        QuestPolicy,
+        SpecExtendPolicy,
+        SparseSpecPolicy,
+        SnapKVPolicy,
+        VegasPolicy,
+    )
 }
 
 

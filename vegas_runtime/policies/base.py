@@ -5,7 +5,8 @@ A policy knows no engine. It declares what it needs (`Needs`), is handed what it
 
 Positions count from the start of the text. `L` is the prefix committed before the verify pass;
 that pass fed gamma + 1 rows at positions L..L+gamma, of which row 0 is the last emitted token.
-Candidates are 0..L; the tail (L+1 and later) could not be scored and is always attended.
+Candidates are 0..L; the tail (L+1 and later) could not be scored and is always attended. A
+method's own definition may start its tail earlier, never later.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from vegas_runtime.errors import ConfigError
 
 # Rows that are known before acceptance is: they can be reduced inside the attention pass.
 EARLY_ROWS: Final = frozenset({"two", "all", "first_middle_last"})
+
+# Most prompt rows a policy may ask for. A prompt is prefilled once and serves every policy after
+# that, so an engine keeps the queries of so many rows whichever policy is in force.
+MAX_PROMPT_ROWS: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +63,22 @@ class Needs:
 
     Attributes:
         collection: scores of the verify pass, or None.
-        prompt_rows: attention of this many last prompt rows, handed over once after prefill
-            (SnapKV); 0 for none.
-        keys: the layer's cached keys (Quest builds page metadata from them).
-        query: the draft step's own query; the policy then selects anew at each draft step.
+        prompt_rows: queries of this many last prompt rows, and the prompt's keys (SnapKV). The
+            policy is then asked once per request, right after its prefill, and the engine
+            holds the answer for the request's life; at most `MAX_PROMPT_ROWS`, 0 for none.
+        page_size: elementwise bounds of the cached keys over pages of this many tokens, kept
+            up to date as tokens are appended and rolled back (Quest); 0 for none. Bounds, not
+            keys: reading every key at each draft step costs what dense drafting costs.
+        query: the draft step's own query; the policy then selects anew, layer by layer, at
+            each draft step.
         per_draft_step: select anew at each draft step, from lengths alone.
-        dense_first_phase: draft densely until the first verify pass has been scored
-            (SparseSpec).
+        dense_first_phase: the engine drafts densely for a request, whatever its neighbours
+            do, until a verify pass over its drafts has been scored (SparseSpec).
     """
 
     collection: Collection | None = None
     prompt_rows: int = 0
-    keys: bool = False
+    page_size: int = 0
     query: bool = False
     per_draft_step: bool = False
     dense_first_phase: bool = False
@@ -88,17 +97,25 @@ class SelectionInput:
         current_lens: [B] int64, keys the next draft query sees densely, itself excluded.
         scores: [..., B, 1 or Hkv, Lmax] float32, reduced over the asked rows; undefined
             beyond position L.
-        prompt_scores: [..., B, Hkv, R, Lmax] float32 for the last R prompt rows.
-        keys: [..., B, Hkv, Lmax, D], the layer's cache.
-        query: [..., B, H, D], the draft step's query after RoPE.
+        prompt_queries: [..., B, H, R, D], the last R prompt rows' queries after RoPE; row
+            R - 1 is the prompt's last token, at position L. R may fall short of
+            `Needs.prompt_rows` if every prompt does; rows before a prompt's start are undefined.
+        keys: [..., B, Hkv, Lmax, D] after RoPE, handed over with `prompt_queries`; undefined
+            beyond position L.
+        page_low: [..., B, Hkv, P, D], elementwise minimum of each page's keys. Page p holds
+            positions p * page_size and up; undefined unless `current_lens` fills the page.
+        page_high: [..., B, Hkv, P, D], elementwise maximum, likewise.
+        query: [..., B, H, D], the draft step's query after RoPE, at position `current_lens`.
     """
 
     prefix_lens: Tensor
     committed_lens: Tensor
     current_lens: Tensor
     scores: Tensor | None = None
-    prompt_scores: Tensor | None = None
+    prompt_queries: Tensor | None = None
     keys: Tensor | None = None
+    page_low: Tensor | None = None
+    page_high: Tensor | None = None
     query: Tensor | None = None
 
 
@@ -146,14 +163,18 @@ class KVSelectionPolicy(ABC):
             The selection, or None for every entry (dense drafting).
         """
 
-    def _refuse_switches(self) -> None:
-        """Refuse ablation switches that would change nothing here."""
-        default = {name: SpeculationConfig.__dataclass_fields__[name].default for name in SWITCHES}
-        for name, value in default.items():
-            if getattr(self.config, name) != value:
+    def _refuse_switches(self, *names: str) -> None:
+        """Refuse ablation switches that would change nothing here.
+
+        Args:
+            *names: the switches this method lacks; all of them when none is named.
+        """
+        for name in names or SWITCHES:
+            value = getattr(self.config, name)
+            if value != SpeculationConfig.__dataclass_fields__[name].default:
                 raise ConfigError(
-                    f"`{name}` is {getattr(self.config, name)!r}, but {self.name!r} scores "
-                    "nothing, so it would change nothing.",
+                    f"`{name}` is {value!r}, but {self.name!r} has no such switch, so it would "
+                    "change nothing.",
                     hint=f"Leave `{name}` out, or use algorithm 'vegas'.",
                 )
 
