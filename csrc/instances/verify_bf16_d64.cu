@@ -1,0 +1,10 @@
+#include "../include/verify_mma.cuh"
+
+namespace vegas {
+
+template <>
+const char* verify_attention_mma_for<64, DType::kBFloat16>(const AttentionParams& p, void* stream) {
+  return verify_mma<__nv_bfloat16, 64>(p, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace vegas
