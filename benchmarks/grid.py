@@ -64,7 +64,8 @@ class Grid:
                     phases.setdefault((name, knob), []).append(own)
         typical = {key: median(values) for key, values in phases.items()}
         rates = {
-            config: fmean(emitted) / _step_s(config, typical) for config, emitted in tokens.items()
+            config: fmean(emitted) / sum(_typical_phases(config, typical).values())
+            for config, emitted in tokens.items()
         }
         return cls(header, tuple(rows), rates, typical)
 
@@ -130,22 +131,20 @@ class Grid:
         return rows
 
     def _typical_step(self, run: Run, step: StepRecord, pace: float) -> StepRecord:
-        gamma, ratio = run.config.num_speculative_tokens, run.config.sparsity_ratio
         if step.kind != "decode":
             return step
-        return replace(
-            step,
-            draft_s=pace * gamma * self.phases.get(("draft_s", ratio), 0.0) if gamma else 0.0,
-            select_s=pace * self.phases.get(("select_s", ratio), 0.0) if gamma else 0.0,
-            verify_s=pace * self.phases["verify_s", gamma],
-            other_s=pace * self.phases["other_s", gamma],
-        )
+        typical = _typical_phases(run.config, self.phases)
+        return replace(step, **{name: pace * own_s for name, own_s in typical.items()})
 
 
-def _step_s(config: SpeculationConfig, typical: Mapping[tuple[str, float], float]) -> float:
-    """Time of one iteration at a setting, from typical phase times by knob."""
+def _typical_phases(
+    config: SpeculationConfig, typical: Mapping[tuple[str, float], float]
+) -> dict[str, float]:
+    """Phase times of one iteration at a setting, from typical ones by knob."""
     gamma, ratio = config.num_speculative_tokens, config.sparsity_ratio
-    step_s = typical["verify_s", gamma] + typical["other_s", gamma]
-    if gamma:
-        step_s += gamma * typical["draft_s", ratio] + typical["select_s", ratio]
-    return step_s
+    return {
+        "draft_s": gamma * typical["draft_s", ratio] if gamma else 0.0,
+        "select_s": typical["select_s", ratio] if gamma else 0.0,
+        "verify_s": typical["verify_s", gamma],
+        "other_s": typical["other_s", gamma],
+    }
