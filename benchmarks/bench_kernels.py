@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.results_file import Row, write_rows
 from vegas_runtime.kernels import ops
+from vegas_runtime.kernels.budgets import kv_budgets
 
 BLOCK = 16
 
@@ -417,6 +418,7 @@ def bench_select(shape: Shape, rounds: int) -> list[Row]:
     candidates = torch.full((shape.batch,), shape.context - 8, dtype=torch.int32, device=device)
     counts = torch.zeros(shape.batch, dtype=torch.int32, device=device)
     capacity = math.ceil(0.08 * n)
+    budgets = kv_budgets(candidates, sparsity_ratio=0.07, num_speculative_tokens=7, min_tokens=256)
     rows = []
     for kind, heads in (("layer", 1), ("kv_head", shape.kv_heads)):
         slots = torch.zeros(*size[:2], heads, capacity, dtype=torch.int32, device=device)
@@ -426,9 +428,7 @@ def bench_select(shape: Shape, rounds: int) -> list[Row]:
             ops.select(
                 score,
                 candidates=candidates,
-                ratio=0.07,
-                extra=7,
-                min_tokens=256,
+                budgets=budgets,
                 keys=keys,
                 slots=slots,
                 counts=counts,

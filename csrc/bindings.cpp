@@ -144,9 +144,9 @@ void sparse_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   on_device_of(q, [&](void* stream) { return vegas::sparse_attention(p, stream); });
 }
 
-void run_select(const Tensor& score, const Tensor& candidates, double ratio, int64_t extra,
-                int64_t min_tokens, int64_t sinks, int64_t recent, const OptionalTensor& block_table,
-                int64_t block_size, const OptionalTensor& reference, const OptionalTensor& lse,
+void run_select(const Tensor& score, const Tensor& candidates, const Tensor& budgets, int64_t sinks,
+                int64_t recent, const OptionalTensor& block_table, int64_t block_size,
+                const OptionalTensor& reference, const OptionalTensor& lse,
                 const OptionalTensor& query_start, const Tensor& keys, const Tensor& slots,
                 const Tensor& counts) {
   vegas::SelectParams p{};
@@ -168,6 +168,7 @@ void run_select(const Tensor& score, const Tensor& candidates, double ratio, int
     p.group = static_cast<int32_t>(reference->size(2)) / p.num_kv_heads;
   }
   p.candidates = data<int32_t>(candidates);
+  p.budgets = data<int32_t>(budgets);
   p.block_table = data<int32_t>(block_table);
   p.table_stride = block_table.has_value() ? block_table->stride(0) : 0;
   p.block_size = static_cast<int32_t>(block_size);
@@ -178,9 +179,6 @@ void run_select(const Tensor& score, const Tensor& candidates, double ratio, int
   p.capacity = static_cast<int32_t>(slots.size(3));
   p.counts = data<int32_t>(counts);
   p.per_head = slots.size(2) == score.size(2) && score.size(2) > 1;
-  p.ratio = ratio;
-  p.extra = static_cast<int32_t>(extra);
-  p.min_tokens = static_cast<int32_t>(min_tokens);
   p.sinks = static_cast<int32_t>(sinks);
   p.recent = static_cast<int32_t>(recent);
   on_device_of(score, [&](void* stream) { return vegas::select(p, stream); });

@@ -1,7 +1,7 @@
 // Selection: each request's k highest-scoring KV entries, ascending, lowest position wins ties.
 //
 //   key[t]  = leading 16 bits of float32(sum over heads (and rows) of decoded scores)
-//   k       = kv_budget(candidates, ratio, ...), per request, computed on the device
+//   k       = entries_kept(budget, candidates, ...), per request, read on the device
 //
 // 1. keys_kernel: one block per 4096 tokens of a row (layer, request[, KV head]); reads every score
 //    byte once. Limit: memory bandwidth. Left out where the score bytes are the keys (one head).
@@ -284,8 +284,7 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
   const int forced_low = min_int(p.sinks, candidates);
   const int forced_high = min_int(p.recent, candidates - forced_low);
   const int forced = forced_low + forced_high;
-  const int budget =
-      kv_budget(candidates, p.ratio, p.extra, p.min_tokens, forced, p.capacity);
+  const int budget = entries_kept(p.budgets[which.request], candidates, forced, p.capacity);
   if (which.layer == 0 && which.head <= 0 && threadIdx.x == 0) {
     p.counts[which.request] = budget;
   }

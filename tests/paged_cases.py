@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.kernels import ops, paged
+from vegas_runtime.kernels.budgets import kv_budgets
 
 # Relative Frobenius error of the output: bfloat16 probabilities and outputs round at 2^-9 each.
 OUT_TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -442,6 +444,14 @@ def check_select(case: SelectCase, device: torch.device) -> dict[str, float]:
         table = torch.stack([torch.randperm(n // 16, generator=rng) for _ in range(B)])
         table = table.to(torch.int32)
 
+    candidates = torch.tensor(case.lens, dtype=torch.int32)
+    budgets = kv_budgets(
+        candidates,
+        sparsity_ratio=case.ratio,
+        num_speculative_tokens=case.extra,
+        min_tokens=case.min_tokens,
+    )
+
     def call(on: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         keys = torch.full((R, B, heads_out, n), -1, dtype=torch.int16, device=on)
         slots = torch.full((R, B, heads_out, capacity), -7, dtype=torch.int32, device=on)
@@ -449,10 +459,8 @@ def check_select(case: SelectCase, device: torch.device) -> dict[str, float]:
         move = [None if t is None else t.to(on) for t in (table, reference, lse, starts)]
         ops.select(
             score.to(on),
-            candidates=torch.tensor(case.lens, dtype=torch.int32, device=on),
-            ratio=case.ratio,
-            extra=case.extra,
-            min_tokens=case.min_tokens,
+            candidates=candidates.to(on),
+            budgets=budgets.to(on),
             sinks=case.sinks,
             recent=case.recent,
             keys=keys,
@@ -513,6 +521,8 @@ def check_graph_replays(path: str, device: torch.device) -> None:
     keys = torch.zeros(*shape, score.shape[2], dtype=torch.int16, device=device)
     slots = torch.zeros(*shape, score.shape[2], dtype=torch.int32, device=device)
     counts = torch.zeros(3, dtype=torch.int32, device=device)
+    ratio = torch.full((1,), 0.1, dtype=torch.float64, device=device)
+    gamma, floor = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (7, 4))
 
     def step() -> None:
         ops.build_schedule(lens, prefix, query_start=this.query_start)
@@ -536,9 +546,9 @@ def check_graph_replays(path: str, device: torch.device) -> None:
         ops.select(
             score[None],
             candidates=lens,
-            ratio=0.1,
-            extra=7,
-            min_tokens=4,
+            budgets=kv_budgets(
+                lens, sparsity_ratio=ratio, num_speculative_tokens=gamma, min_tokens=floor
+            ),
             keys=keys,
             slots=slots,
             counts=counts,
@@ -549,8 +559,17 @@ def check_graph_replays(path: str, device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for lengths in ((3000, 40, 900), (2500, 39, 17), (16, 40, 0), (3000, 8, 899), (9, 0, 0)):
+    batches = ((3000, 40, 900), (2500, 39, 17), (16, 40, 0), (3000, 8, 899), (9, 0, 0))
+    for i, lengths in enumerate(batches):
         lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        config = SpeculationConfig(
+            sparsity_ratio=(0.1, 0.07, 0.3)[i % 3],
+            num_speculative_tokens=(7, 3)[i % 2],
+            min_tokens=(4, 20)[i % 2],
+        )
+        ratio.fill_(config.sparsity_ratio)
+        gamma.fill_(config.num_speculative_tokens)
+        floor.fill_(config.min_tokens)
         out.fill_(math.nan)
         # A replay may not wait for the host.
         torch.cuda.set_sync_debug_mode("error")
@@ -573,7 +592,7 @@ def check_graph_replays(path: str, device: torch.device) -> None:
             error = (out[rows].double() - done.out).norm() / done.out.norm()
             assert float(error) <= OUT_TOLERANCE[base.dtype], f"{lengths}: {float(error):.2e}"
             ranked = paged.selection_keys(score[None], per_head=False)[0, b, 0, :n]
-            budget = min(max(math.ceil(0.1 * (n + 7)), 4), n)
+            budget = config.kv_budget(n - 1)
             assert int(counts[b]) == budget
             wanted = paged.pick_row(ranked.cpu(), budget, sinks=0, recent=0)
             assert torch.equal(slots[0, b, 0, :budget].long().cpu(), wanted)

@@ -25,7 +25,7 @@ int query_of(int order, int queries) { return row_to_query(order, queries); }
 int position(int t) { return exact_position(t); }
 int encode(uint32_t bits) { return encode_score(bits); }
 uint32_t decode(uint32_t code) { return decode_score(code); }
-int budget(int n, double r, int e, int m, int f, int c) { return kv_budget(n, r, e, m, f, c); }
+int kept(int budget, int n, int forced, int c) { return entries_kept(budget, n, forced, c); }
 }
 """
 
@@ -44,7 +44,6 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.encode.argtypes = [ctypes.c_uint32]
     loaded.decode.restype = ctypes.c_uint32
-    loaded.budget.argtypes = [ctypes.c_int, ctypes.c_double, *[ctypes.c_int] * 4]
     return loaded
 
 
@@ -119,6 +118,26 @@ def test_row_order_is_a_permutation_with_first_and_last_in_front(
     order = [header.query_of(i, queries) for i in range(queries)]
     assert sorted(order) == list(range(queries))
     assert order == paged.packed_queries(queries)
+
+
+@given(
+    budget=st.integers(-5, 2**31 - 1),
+    candidates=st.integers(0, 60),
+    forced=st.integers(0, 4),
+    capacity=st.integers(8, 64),
+)
+@settings(max_examples=200, deadline=None)
+def test_kept_entries_are_the_references(
+    header: ctypes.CDLL, budget: int, candidates: int, forced: int, capacity: int
+) -> None:
+    counts = torch.zeros(1, dtype=torch.int32)
+    implementations.select(
+        torch.zeros(1, 1, 1, 64, dtype=torch.uint8),
+        *(torch.tensor([n], dtype=torch.int32) for n in (candidates, budget)),
+        *(forced, 0, None, 16, None, None, None, torch.zeros(0, dtype=torch.int16)),
+        *(torch.zeros(1, 1, 1, capacity, dtype=torch.int32), counts),
+    )
+    assert header.kept(budget, candidates, min(forced, candidates), capacity) == int(counts[0])
 
 
 @given(st.floats(0, 2.0**127, width=32))

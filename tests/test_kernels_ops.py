@@ -15,6 +15,7 @@ from paged_cases import Case, SelectCase, SparseCase
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import UsageError
 from vegas_runtime.kernels import ops, paged, reference
+from vegas_runtime.kernels.budgets import kv_budgets
 
 CPU = torch.device("cpu")
 
@@ -65,45 +66,64 @@ def test_selection_agrees_with_varlen_topk() -> None:
     ops.select(
         score,
         candidates=candidates,
-        ratio=0.2,
-        extra=3,
-        min_tokens=1,
+        budgets=torch.tensor([21, 16], dtype=torch.int32),
         keys=torch.zeros(1, 2, 1, 128, dtype=torch.int16),
         slots=slots,
         counts=counts,
     )
-    budget = torch.tensor([math.ceil(0.2 * 103), math.ceil(0.2 * 80)])
-    assert counts.tolist() == budget.tolist()
-    wanted = reference.varlen_topk(score[0, :, 0].float(), candidates.long(), budget)
+    assert counts.tolist() == [21, 16]
+    wanted = reference.varlen_topk(score[0, :, 0].float(), candidates.long(), counts.long())
     assert torch.equal(slots[0, :, 0, : wanted.shape[1]].long(), wanted)
 
 
 @given(
-    prefix_len=st.integers(0, 200_000),
+    prefix_lens=st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
     ratio=st.floats(1e-6, 1.0, exclude_min=True),
     gamma=st.integers(1, 16),
     floor=st.integers(1, 512),
+    on_device=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_budget_is_the_configurations(
-    prefix_len: int, ratio: float, gamma: int, floor: int
+    prefix_lens: list[int], ratio: float, gamma: int, floor: int, on_device: bool
 ) -> None:
     config = SpeculationConfig(num_speculative_tokens=gamma, sparsity_ratio=ratio, min_tokens=floor)
-    lens = prefix_len + 1
-    padded = -(-lens // 16) * 16
-    score = torch.zeros(1, 1, 1, padded, dtype=torch.uint8)
+    made = kv_budgets(
+        torch.tensor(prefix_lens, dtype=torch.int32) + 1,
+        sparsity_ratio=torch.tensor([ratio], dtype=torch.float64) if on_device else ratio,
+        num_speculative_tokens=torch.tensor([gamma], dtype=torch.int32) if on_device else gamma,
+        min_tokens=torch.tensor([floor], dtype=torch.int32) if on_device else floor,
+    )
+    assert made.dtype == torch.int32
+    assert made.tolist() == [config.kv_budget(length) for length in prefix_lens]
+
+
+def test_empty_requests_have_no_budget_and_float32_ratios_are_refused() -> None:
+    knobs = {"num_speculative_tokens": 7, "min_tokens": 256}
+    candidates = torch.tensor([0, 300], dtype=torch.int32)
+    assert kv_budgets(candidates, sparsity_ratio=0.07, **knobs).tolist() == [0, 256]
+    with pytest.raises(UsageError, match="float64"):
+        kv_budgets(candidates, sparsity_ratio=torch.tensor([0.07]), **knobs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"), [(-3, 3), (0, 3), (3, 3), (17, 17), (50, 50), (51, 50), (10**9, 50)]
+)
+def test_selection_holds_budgets_within_their_bounds(budget: int, kept: int) -> None:
+    slots = torch.full((1, 1, 1, 64), -1, dtype=torch.int32)
     counts = torch.zeros(1, dtype=torch.int32)
     ops.select(
-        score,
-        candidates=torch.tensor([lens], dtype=torch.int32),
-        ratio=ratio,
-        extra=gamma,
-        min_tokens=floor,
+        torch.arange(64, dtype=torch.uint8).view(1, 1, 1, 64),
+        candidates=torch.tensor([50], dtype=torch.int32),
+        budgets=torch.tensor([budget], dtype=torch.int32),
         keys=torch.zeros(0, dtype=torch.int16),
-        slots=torch.zeros(1, 1, 1, lens, dtype=torch.int32),
+        slots=slots,
         counts=counts,
+        sinks=2,
+        recent=1,
     )
-    assert int(counts[0]) == config.kv_budget(prefix_len)
+    assert int(counts[0]) == kept
+    assert slots[0, 0, 0].ge(0).sum() == kept
 
 
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=2, max_size=50))
@@ -156,8 +176,9 @@ def test_other_schemas_are_sound() -> None:
     )
     torch.library.opcheck(torch.ops.vegas.sparse_attention.default, sparse)
     score = torch.randint(0, 255, (2, 3, 2, 64), dtype=torch.uint8)
+    budgets = torch.tensor([13, 1, 8], dtype=torch.int32)
     select = (
-        *(score, torch.tensor([60, 1, 33], dtype=torch.int32), 0.2, 3, 2, 1, 1, None, 16),
+        *(score, torch.tensor([60, 1, 33], dtype=torch.int32), budgets, 1, 1, None, 16),
         *(None, None, None, torch.zeros(2, 3, 1, 64, dtype=torch.int16)),
         *(torch.zeros(2, 3, 1, 64, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)),
     )
@@ -240,19 +261,18 @@ def test_selection_refuses_what_does_not_fit() -> None:
     score = torch.zeros(1, 1, 2, 64, dtype=torch.uint8)
     common = {
         "candidates": torch.tensor([50], dtype=torch.int32),
-        "extra": 3,
-        "min_tokens": 1,
+        "budgets": torch.tensor([27], dtype=torch.int32),
         "keys": torch.zeros(1, 1, 1, 64, dtype=torch.int16),
         "slots": torch.zeros(1, 1, 1, 8, dtype=torch.int32),
         "counts": torch.zeros(1, dtype=torch.int32),
     }
-    with pytest.raises(UsageError, match="in \\(0, 1\\]"):
-        ops.select(score, ratio=1.5, **common)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="do not fit"):
-        ops.select(score, ratio=0.5, sinks=5, recent=5, **common)  # type: ignore[arg-type]
+        ops.select(score, sinks=5, recent=5, **common)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="`budgets` is torch"):
+        ops.select(score, **{**common, "budgets": torch.tensor([27])})  # type: ignore[arg-type]
     common["keys"] = torch.zeros(0, dtype=torch.int16)
     with pytest.raises(UsageError, match="`keys`"):
-        ops.select(score, ratio=0.5, **common)  # type: ignore[arg-type]
+        ops.select(score, **common)  # type: ignore[arg-type]
 
 
 def test_cpu_tensors_say_why_they_take_the_reference() -> None:

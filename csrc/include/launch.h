@@ -82,6 +82,7 @@ struct SelectParams {
   const float* reference;  // exact: [R, B, H] LSE the codes are relative to
   const float* lse;        // exact: [R, B, 2, H] LSE of the first and last query
   const int32_t* candidates;   // [B]
+  const int32_t* budgets;      // [B]
   const int32_t* query_start;  // exact: [B + 1]
   const int32_t* block_table;  // null: write positions
   int64_t table_stride;
@@ -93,8 +94,7 @@ struct SelectParams {
   int32_t* counts;  // [B]
   int32_t layers, batch, num_kv_heads, group, length, capacity;
   int32_t per_head;
-  double ratio;
-  int32_t extra, min_tokens, sinks, recent;
+  int32_t sinks, recent;
 };
 
 // Each returns null, or what went wrong as static text.

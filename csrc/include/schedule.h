@@ -79,14 +79,9 @@ VEGAS_HD int exact_position(int t) {
   return ((t >> 1) & 3) * 16 + (t >> 4) * 4 + ((t >> 3) & 1) * 2 + (t & 1);
 }
 
-// Entries kept of `candidates`, as SpeculationConfig.kv_budget says, forced ones included.
-VEGAS_HD int kv_budget(int candidates, double ratio, int extra, int min_tokens, int forced,
-                       int capacity) {
-  const double product = ratio * static_cast<double>(candidates + extra);
-  int asked = static_cast<int>(product);
-  if (static_cast<double>(asked) < product) ++asked;
-  asked = max_int(asked, max_int(min_tokens, forced));
-  return min_int(min_int(asked, candidates), capacity);
+// Entries kept of `candidates` on a budget, forced ones included.
+VEGAS_HD int entries_kept(int budget, int candidates, int forced, int capacity) {
+  return min_int(min_int(max_int(budget, forced), candidates), capacity);
 }
 
 }  // namespace vegas

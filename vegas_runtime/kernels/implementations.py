@@ -6,8 +6,6 @@ cannot be captured in a graph.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -138,9 +136,7 @@ def sparse_attention(
 def select(
     score: Tensor,
     candidates: Tensor,
-    ratio: float,
-    extra: int,
-    min_tokens: int,
+    budgets: Tensor,
     sinks: int,
     recent: int,
     block_table: Tensor | None,
@@ -161,11 +157,11 @@ def select(
     )
     if keys.shape == ranked.shape:
         keys.copy_(ranked.to(torch.int32).to(torch.int16))
+    asked = budgets.tolist()
     for b, n in enumerate(candidates.tolist()):
         forced_low = min(sinks, n)
         forced_high = min(recent, n - forced_low)
-        asked = max(math.ceil(ratio * (n + extra)), min_tokens, forced_low + forced_high)
-        budget = min(asked, n, capacity)
+        budget = min(max(asked[b], forced_low + forced_high), n, capacity)
         counts[b] = budget
         for layer in range(R):
             for head in range(heads):

@@ -41,8 +41,8 @@ SCHEMAS: Final = {
         "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partials, Tensor(d!) counters) -> ()"
     ),
     "select": (
-        "(Tensor score, Tensor candidates, float ratio, int extra, int min_tokens, int sinks, "
-        "int recent, Tensor? block_table, int block_size, Tensor? reference, Tensor? lse, "
+        "(Tensor score, Tensor candidates, Tensor budgets, int sinks, int recent, "
+        "Tensor? block_table, int block_size, Tensor? reference, Tensor? lse, "
         "Tensor? query_start, Tensor(a!) keys, Tensor(b!) slots, Tensor(c!) counts) -> ()"
     ),
 }
@@ -270,9 +270,7 @@ def select(
     score: Tensor,
     *,
     candidates: Tensor,
-    ratio: float,
-    extra: int,
-    min_tokens: int,
+    budgets: Tensor,
     keys: Tensor,
     slots: Tensor,
     counts: Tensor,
@@ -284,7 +282,7 @@ def select(
     lse: Tensor | None = None,
     query_start: Tensor | None = None,
 ) -> None:
-    """Keep each request's best entries: ceil(ratio * (candidates + extra)), at least `min_tokens`.
+    """Keep each request's best entries, as many as its budget says.
 
     Exactly that many per row, ascending, lowest position first among equals, the same on every
     device. Entries beyond `counts` of a list are not written.
@@ -293,13 +291,12 @@ def select(
         score: [R, B, Hkv, n] of R layers, uint8 codes or bfloat16; or [R, B, Hkv, n / 64, 2 G, 64]
             uint8.
         candidates: [B] int32 scored entries of each request; others are never looked at.
-        ratio: fraction kept, in (0, 1].
-        extra: added to the candidates before the ratio is taken (gamma).
-        min_tokens: floor of the budget.
+        budgets: [B] int32 entries kept of each request (`budgets.kv_budgets`), read on the device:
+            at least the forced ones are, at most the candidates and what a list holds.
         keys: [R, B, 1 or Hkv, n] int16 scratch memory; may be empty when uint8 scores are ranked
             per KV head.
         slots: [R, B, 1 or Hkv, capacity] int32, written; 1 sums the KV heads.
-        counts: [B] int32, written.
+        counts: [B] int32 entries of each list, written.
         sinks: first entries kept in any case, within the budget.
         recent: last candidates kept in any case, within the budget.
         block_table: [B, blocks] int32: write slots; None writes positions.
@@ -312,9 +309,8 @@ def select(
         UsageError: a wrong shape, dtype, stride, alignment or device.
     """
     _check_select(score, candidates, keys, slots, counts, sinks, recent)
-    if not 0.0 < ratio <= 1.0:
-        raise UsageError(f"`ratio` is {ratio:g}; the fraction of entries kept is in (0, 1].")
     B = score.shape[1]
+    _ints(("budgets", budgets, (B,)), device=score.device)
     if block_table is not None:
         _check_table(block_table, B, score.device)
     if score.dim() == 6:
@@ -323,7 +319,7 @@ def select(
     _call(
         "select",
         reason,
-        *(score, candidates, ratio, extra, min_tokens, sinks, recent, block_table, block_size),
+        *(score, candidates, budgets, sinks, recent, block_table, block_size),
         *(reference, lse, query_start, keys, slots, counts),
     )
 
