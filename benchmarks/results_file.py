@@ -6,9 +6,10 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from vegas_runtime.machine import device_facts, runtime_facts
 
@@ -36,13 +37,20 @@ class Row:
     unit: str
 
 
-def write_rows(name: str, rows: Sequence[Row], *, device: str = "cpu") -> Path:
+def write_rows(
+    name: str,
+    rows: Sequence[Row],
+    *,
+    device: str = "cpu",
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
     """Merge rows into `results/<name>.json`.
 
     Args:
         name: topic.
         rows: figures; a row of the same claim and case is replaced.
         device: `cpu` or `cuda`.
+        facts: `machine` and `versions` of where the rows were measured; of here by default.
 
     Returns:
         The file written.
@@ -51,10 +59,10 @@ def write_rows(name: str, rows: Sequence[Row], *, device: str = "cpu") -> Path:
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     own = {(row.claim, row.case) for row in rows}
     kept = [row for row in before if (row["claim"], row["case"]) not in own]
-    facts = device_facts(device)
+    facts = facts or {"machine": device_facts(device), "versions": runtime_facts()}
     document = {
-        "machine": facts,
-        "versions": runtime_facts(),
+        "machine": facts["machine"],
+        "versions": facts["versions"],
         "command": shlex.join(
             ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
         ),

@@ -152,11 +152,14 @@ def test_a_block_is_prefilled_once(engine: ReferenceEngine) -> None:
     for config in SETTINGS:
         run(engine, config)
         assert max(passes.take()) == config.num_speculative_tokens + 1
-    other = block(PROMPTS[:2])
-    run(engine, VEGAS, other)
-    assert passes.take()[:2] == [39, 24]
-    run(engine, VEGAS, other)
-    assert max(passes.take()) == 5
+
+
+def test_a_prompt_met_again_is_not_prefilled_again(engine: ReferenceEngine) -> None:
+    passes = PassCounter(engine)
+    engine.prepare(block(PROMPTS[:2]))
+    assert passes.take() == [39, 24]
+    engine.prepare(block([*PROMPTS, PROMPTS[2]]))
+    assert passes.take() == [len(prompt) - 1 for prompt in PROMPTS[2:]]
 
 
 def test_a_run_prepares_on_demand(engine: ReferenceEngine) -> None:

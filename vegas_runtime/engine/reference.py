@@ -60,7 +60,7 @@ class ReferenceEngine:
         self._model: DecoderModel | None = describe_model(loaded.model)
         self._report = report or _silent
         self._config = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
-        self._prefilled: dict[str, list[SavedPrefill]] = {}
+        self._prefilled: dict[tuple[int, ...], SavedPrefill] = {}
         self._cache: KVCache | None = None
         device = loaded.model.device
         self._info = EngineInfo(
@@ -149,19 +149,17 @@ class ReferenceEngine:
                     f"prompt {place} of block {block.index} has {len(prompt)} tokens; the model "
                     f"holds {model.max_positions}, output included."
                 )
-        if block.sha256 in self._prefilled:
-            return
-        total, done = sum(len(prompt) for prompt in block.prompts), 0
-        saved = []
-        for prompt in block.prompts:
+        # By prompt, not by block: a replayed prompt, or one met with other sampling, is known.
+        missing = [p for p in dict.fromkeys(block.prompts) if p not in self._prefilled]
+        total, done = sum(len(prompt) for prompt in missing), 0
+        for prompt in missing:
             before = done
 
             def tell(tokens: int, before: int = before) -> None:
                 self._report(f"prefilling block {block.index}: {before + tokens}/{total} tokens")
 
-            saved.append(prefill(model, prompt, tell))
+            self._prefilled[prompt] = prefill(model, prompt, tell)
             done += len(prompt)
-        self._prefilled[block.sha256] = saved
 
     def run(self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float) -> Run:
         """Decode a block while its batch is full; see `backend.Engine.run`.
@@ -254,12 +252,12 @@ class ReferenceEngine:
     ) -> Iterator[StepRecord]:
         """Yield steps until every request ended; fills `requests` in the block's order."""
         model = self._running()
-        for index, saved in enumerate(self._prefilled[block.sha256]):
+        for index, prompt in enumerate(block.prompts):
             seed = _request_seed(block.sampling.seed, replicate, index)
             requests.append(
                 Request(
                     index=index,
-                    saved=saved,
+                    saved=self._prefilled[prompt],
                     max_new_tokens=block.max_new_tokens,
                     random=torch.Generator().manual_seed(seed),
                 )
