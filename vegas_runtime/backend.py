@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, UsageError
@@ -106,6 +106,30 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the model and its memory. Idempotent."""
+
+
+@runtime_checkable
+class SelectionRecorder(Protocol):
+    """What an engine offers beside `Engine` when it can draft without choosing.
+
+    The same drafts with and without the work of choosing KV entries say what that work costs.
+    """
+
+    def record_selections(
+        self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float
+    ) -> Run:
+        """Run, and keep what every draft step read until the next recording.
+
+        Args and errors: see `Engine.run`.
+        """
+
+    def run_recorded(self, *, deadline_s: float) -> Run:
+        """The recorded run again, told what to read instead of choosing it.
+
+        Raises:
+            BackendError: nothing is recorded, the setting is another one now, or the outputs
+                differ from the recorded run's.
+        """
 
 
 def open_backend(

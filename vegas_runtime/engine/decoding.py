@@ -98,6 +98,7 @@ class Decoder:
         config: how to draft.
         sampling: how tokens are drawn.
         cache: holds the lanes; at least as long as the longest text plus gamma + 1.
+        selector: says what draft steps read; asks the setting's policy unless given.
 
     Raises:
         ConfigError: an unknown policy, or a switch that it lacks.
@@ -109,10 +110,11 @@ class Decoder:
         config: SpeculationConfig,
         sampling: SamplingConfig,
         cache: KVCache,
+        selector: Selector | None = None,
     ) -> None:
         self.model, self.config, self.cache = model, config, cache
         self.sampler = TokenSampler(sampling)
-        self.selector = Selector(config, cache)
+        self.selector = selector or Selector(config, cache)
         self.requests: list[Request] = []
         device, lanes = model.device, cache.keys[0].shape[0]
         self._tokens = torch.zeros(lanes, cache.capacity, dtype=torch.int64, device=device)

@@ -18,12 +18,29 @@ from vegas_runtime.engine.decoding import Decoder, Request
 from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
 from vegas_runtime.engine.loading import LoadedModel, load_model, resolve_model
 from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
+from vegas_runtime.engine.selection import Selector
+from vegas_runtime.engine.selection_tape import (
+    RecordingSelector,
+    ReplayingSelector,
+    SelectionTape,
+)
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.machine import device_facts, runtime_facts
 from vegas_runtime.policies import make_policy
 from vegas_runtime.records import Run, StepRecord
 
 Report = Callable[[str], None]
+MakeSelector = Callable[[SpeculationConfig, KVCache], Selector]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recording:
+    """A run that can be played back: what it was asked, what it gave, what its drafts read."""
+
+    block: PromptBlock
+    replicate: int
+    run: Run
+    tape: SelectionTape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +79,7 @@ class ReferenceEngine:
         self._config = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
         self._prefilled: dict[tuple[int, ...], SavedPrefill] = {}
         self._cache: KVCache | None = None
+        self._recording: _Recording | None = None
         device = loaded.model.device
         self._info = EngineInfo(
             backend="reference",
@@ -169,6 +187,66 @@ class ReferenceEngine:
                 ended with its first token and none was left to take its place.
             ConfigError: fewer prompts than `batch_size`, or see `prepare`.
         """
+        return self._run(block, replicate, max_tokens, deadline_s, Selector)
+
+    def record_selections(
+        self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float
+    ) -> Run:
+        """Run, and keep what every draft step read; see `backend.SelectionRecorder`.
+
+        Raises:
+            BackendError: see `run`.
+            ConfigError: see `run`.
+        """
+        tape = SelectionTape(config=self._config)
+        self._recording = None
+        run = self._run(
+            block,
+            replicate,
+            max_tokens,
+            deadline_s,
+            lambda config, cache: RecordingSelector(config, cache, tape),
+        )
+        self._recording = _Recording(block=block, replicate=replicate, run=run, tape=tape)
+        return run
+
+    def run_recorded(self, *, deadline_s: float) -> Run:
+        """The recorded run again, without choosing; see `backend.SelectionRecorder`.
+
+        Raises:
+            BackendError: nothing is recorded at this setting, the deadline came, or the outputs
+                differ from the recorded run's.
+        """
+        recording = self._recording
+        if recording is None or recording.tape.config != self._config:
+            raise BackendError("no run at the setting in force is recorded.")
+        max_tokens = sum(
+            sum(step.num_emitted_tokens)
+            for step in recording.run.steps
+            if step.kind == "decode" and step.num_running == recording.run.batch_size
+        )
+        run = self._run(
+            recording.block,
+            recording.replicate,
+            max_tokens,
+            deadline_s,
+            lambda config, cache: ReplayingSelector(config, cache, recording.tape),
+        )
+        if run.outputs_sha256 != recording.run.outputs_sha256:
+            raise BackendError(
+                f"the outputs differ from the recorded run's after {len(run.steps)} of "
+                f"{len(recording.run.steps)} steps, so the drafts were not the same."
+            )
+        return run
+
+    def _run(
+        self,
+        block: PromptBlock,
+        replicate: int,
+        max_tokens: int,
+        deadline_s: float,
+        make_selector: MakeSelector,
+    ) -> Run:
         if len(block.prompts) < block.batch_size:
             raise ConfigError(
                 f"block {block.index}: {len(block.prompts)} prompts cannot keep "
@@ -179,7 +257,7 @@ class ReferenceEngine:
         steps: list[StepRecord] = []
         requests: list[Request] = []
         emitted, starved = 0, False
-        for step in self._decode(block, replicate, requests):
+        for step in self._decode(block, replicate, requests, make_selector):
             steps.append(step)
             full = step.num_running == block.batch_size
             emitted += sum(step.num_emitted_tokens) if step.kind == "decode" and full else 0
@@ -239,7 +317,7 @@ class ReferenceEngine:
 
     def close(self) -> None:
         """Free the model and every saved prompt."""
-        self._model, self._cache = None, None
+        self._model, self._cache, self._recording = None, None, None
         self._prefilled.clear()
 
     def _running(self) -> DecoderModel:
@@ -248,7 +326,11 @@ class ReferenceEngine:
         return self._model
 
     def _decode(
-        self, block: PromptBlock, replicate: int, requests: list[Request]
+        self,
+        block: PromptBlock,
+        replicate: int,
+        requests: list[Request],
+        make_selector: MakeSelector = Selector,
     ) -> Iterator[StepRecord]:
         """Yield steps until every request ended; fills `requests` in the block's order."""
         model = self._running()
@@ -263,7 +345,9 @@ class ReferenceEngine:
                 )
             )
         waiting = list(requests)
-        decoder = Decoder(model, self._config, block.sampling, self._cache_for(block))
+        cache = self._cache_for(block)
+        selector = make_selector(self._config, cache)
+        decoder = Decoder(model, self._config, block.sampling, cache, selector)
         while waiting or decoder.requests:
             free = block.batch_size - len(decoder.requests)
             starting, waiting = waiting[:free], waiting[free:]

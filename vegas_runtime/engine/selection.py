@@ -55,8 +55,7 @@ class Selector:
         self.config, self.cache = config, cache
         self.policy = make_policy(config)
         self.packed: DraftCache | None = None
-        # Without drafts nothing is chosen, so nothing is kept for choosing.
-        self._needs = needs = self.policy.needs if config.num_speculative_tokens else Needs()
+        self._needs = needs = self._what_to_keep()
         assert needs.prompt_rows <= MAX_PROMPT_ROWS
         lanes, device = cache.keys[0].shape[0], cache.keys[0].device
         self._prefix = torch.zeros(lanes, dtype=torch.int64, device=device)
@@ -69,6 +68,10 @@ class Selector:
             self._scores = torch.zeros(
                 len(cache.shape.full_layers), lanes, heads, cache.capacity, device=device
             )
+
+    def _what_to_keep(self) -> Needs:
+        """What is kept for choosing: what the policy declares, nothing without drafts."""
+        return self.policy.needs if self.config.num_speculative_tokens else Needs()
 
     # -- what happened to the lanes -----------------------------------------------------------
 
@@ -223,8 +226,7 @@ class Selector:
             drafted: tokens drafted since.
             book: told `draft` or `select` when such work ends.
         """
-        batch, lens = committed.shape[0], committed + drafted
-        num_pages = 0
+        lens, num_pages = committed + drafted, 0
         if self._bounds is not None:
             counts = lens.tolist()
             self._bounds.extend(counts)
@@ -235,19 +237,7 @@ class Selector:
             layer: int, query: Tensor, key: Tensor, value: Tensor
         ) -> tuple[Tensor, Tensor, Window] | None:
             book("draft")
-            low = high = None
-            if self._bounds is not None:
-                low, high = self._bounds.of_layer(layer, batch, num_pages)
-            selection = self.policy.select(
-                SelectionInput(
-                    prefix_lens=self._prefix[:batch],
-                    committed_lens=committed,
-                    current_lens=lens,
-                    page_low=low,
-                    page_high=high,
-                    query=query[:, :, 0],
-                )
-            )
+            selection = self._choose_at_layer(layer, query, committed, lens, num_pages)
             narrowed = None
             if selection is not None:
                 # The query's own token is cached already, and part of the tail.
@@ -257,6 +247,24 @@ class Selector:
             return narrowed
 
         return narrow
+
+    def _choose_at_layer(
+        self, layer: int, query: Tensor, committed: Tensor, lens: Tensor, num_pages: int
+    ) -> KVSelection | None:
+        """Ask a policy that selects by the draft step's query [B, H, 1, D] of one layer."""
+        batch, low, high = committed.shape[0], None, None
+        if self._bounds is not None:
+            low, high = self._bounds.of_layer(layer, batch, num_pages)
+        return self.policy.select(
+            SelectionInput(
+                prefix_lens=self._prefix[:batch],
+                committed_lens=committed,
+                current_lens=lens,
+                page_low=low,
+                page_high=high,
+                query=query[:, :, 0],
+            )
+        )
 
 
 def _same(one: KVSelection, other: KVSelection) -> bool:
