@@ -43,6 +43,7 @@ def torch(**changes: Any) -> Torch:
         "threads": 2,
         "device": CPU,
         "has_native_bfloat16": True,
+        "kernels": {"path": "reference", "reason": "torch sees no CUDA device", "fix": ""},
     }
     return Torch(**values | changes)
 
@@ -101,6 +102,22 @@ class TestVerdict:
         assert diagnosis.ok
         assert diagnosis.problems == ()
         assert diagnosis.to_text().endswith("ready: vegas-tune sweep --model smollm2-135m")
+
+    def test_a_gpu_without_kernels_is_said_with_the_remedy(self, look: Any) -> None:
+        kernels = {"path": "reference", "reason": "nvcc was not found", "fix": "install CUDA"}
+        diagnosis = look(torch_=torch(build="CUDA 13.0", device=GPU, kernels=kernels))
+        what, fix, is_blocking = only_problem(diagnosis)
+        assert "nvcc was not found" in what
+        assert fix == "install CUDA"
+        assert not is_blocking
+        assert "PyTorch reference: nvcc was not found" in diagnosis.to_text()
+
+    @pytest.mark.parametrize("path", ["prebuilt", "compiled", "pending"])
+    def test_kernels_that_are_there_are_no_problem(self, look: Any, path: str) -> None:
+        kernels = {"path": path, "reason": "compiled at installation", "fix": ""}
+        diagnosis = look(torch_=torch(build="CUDA 13.0", device=GPU, kernels=kernels))
+        assert diagnosis.problems == ()
+        assert "CUDA: compiled at installation" in diagnosis.to_text()
 
     def test_a_missing_required_package_blocks(self, look: Any) -> None:
         diagnosis = look(packages=(missing("transformers"),))

@@ -121,6 +121,7 @@ def diagnose() -> Diagnosis:
     backend, reason = choose_backend()
     problems += _package_problems(packages, cache)
     problems += _torch_problems(machine, torch, packages)
+    problems += _kernel_problems(torch)
     problems += _cache_problems(cache)
     problems += _memory_problems(machine)
     return Diagnosis(
@@ -129,7 +130,7 @@ def diagnose() -> Diagnosis:
         packages=packages,
         backend=backend,
         backend_reason=reason,
-        kernels="PyTorch reference: no engine uses the CUDA kernels of csrc/ yet",
+        kernels=_kernels(torch),
         cache=cache,
         is_offline=is_offline(),
         problems=tuple(sorted(problems, key=lambda problem: not problem.is_blocking)),
@@ -184,6 +185,17 @@ def _torch_problems(
         yield Problem(
             what="vLLM is missing; it is what a profile for a GPU is served with.",
             fix=f"pip install '{PROJECT}[vllm]'",
+            is_blocking=False,
+        )
+
+
+def _kernel_problems(torch: Torch) -> Iterable[Problem]:
+    kernels = torch.kernels
+    if torch.has_cuda and kernels.get("path") == "reference" and kernels["fix"]:
+        yield Problem(
+            what=f"the CUDA kernels cannot run ({line(kernels['reason'])}), so attention on the "
+            "GPU takes the slow path in plain PyTorch.",
+            fix=kernels["fix"],
             is_blocking=False,
         )
 
@@ -256,6 +268,13 @@ def _machine_rows(diagnosis: Diagnosis) -> Iterable[tuple[str, str]]:
         yield "GPU", _gpu(torch.device, torch.driver)
     else:
         yield "GPU", "none that torch can use"
+
+
+def _kernels(torch: Torch) -> str:
+    if not torch.kernels:
+        return "unknown: torch cannot be asked"
+    name = "PyTorch reference" if torch.kernels["path"] == "reference" else "CUDA"
+    return f"{name}: {line(torch.kernels['reason'])}"
 
 
 def _gpu(device: dict[str, Any], driver: str | None) -> str:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -64,6 +64,8 @@ class Torch:
         device: the device a model would run on, as `machine.device_facts` describes it.
         driver: NVIDIA driver; None without one.
         has_native_bfloat16: whether the CPU multiplies bfloat16 itself; None when not known.
+        kernels: which implementation of the attention operations would run, as
+            `kernels.build.Kernels`: path, reason, fix.
         error: why it could not be asked; empty when it could.
     """
 
@@ -73,6 +75,7 @@ class Torch:
     device: dict[str, Any] | None = None
     driver: str | None = None
     has_native_bfloat16: bool | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
     error: str = ""
 
     @property
@@ -155,6 +158,7 @@ def print_probe() -> None:
     import torch
 
     from vegas_runtime.engine.loading import cpu_has_bfloat16
+    from vegas_runtime.kernels import build
     from vegas_runtime.machine import device_facts, runtime_facts
 
     device = device_facts()
@@ -166,6 +170,7 @@ def print_probe() -> None:
         "device": device,
         "driver": runtime_facts(device["kind"]).get("driver"),
         "has_native_bfloat16": cpu_has_bfloat16(),
+        "kernels": asdict(build.load(may_compile=False)),
     }
     sys.stdout.write(json.dumps(values) + "\n")
 

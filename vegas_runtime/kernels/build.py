@@ -1,14 +1,17 @@
 """Finds, compiles and caches csrc/: one extension library, keyed by what goes into it.
 
-A wheel built on a machine with nvcc carries the library; otherwise it is compiled on first use
-where nvcc and a CUDA build of torch exist, and everywhere else the reference path runs and
-`unavailable_reason` says why.
+    prebuilt    in the wheel, where nvcc was at installation (csrc/build_backend.py)
+    compiled    on first use, for the GPU that is there, kept under a hash of what went in
+    reference   plain PyTorch everywhere else; `Kernels.reason` says why, `fix` what to do
+
+The first of these that works is taken.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -16,8 +19,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -30,12 +34,35 @@ ARCHITECTURES: Final = ("80", "90a")
 _TORCH_TARGET: Final = "0x020a000000000000ULL"
 _CUDA_FLAGS: Final = ("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 _CXX_FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
+_OLDEST_GPU: Final = (8, 0)
+_TOOLKIT: Final = "install the CUDA toolkit, so that `nvcc` is on PATH; the next run compiles them"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which implementation of the operations runs in this process.
+
+    Attributes:
+        path: `prebuilt` or `compiled` CUDA kernels, the `reference`, or `pending`: compiled by the
+            next process that loads them.
+        reason: why that one, for people.
+        fix: what to do about `reference`; empty where nothing can be done.
+    """
+
+    path: Literal["prebuilt", "compiled", "pending", "reference"]
+    reason: str
+    fix: str = ""
 
 
 def source_dir() -> Path | None:
-    """The checkout's csrc/, or None in an installation without sources."""
-    folder = Path(__file__).parents[2] / "csrc"
-    return folder if (folder / "bindings.cpp").exists() else None
+    """csrc/ of the checkout, or the copy in an installation; None where there is neither."""
+    installed = Path(__file__).parent / "csrc"
+    for folder in (Path(__file__).parents[2] / "csrc", installed):
+        if (folder / "bindings.cpp").exists():
+            return folder
+    return None
 
 
 def sources(folder: Path) -> list[Path]:
@@ -61,7 +88,8 @@ def source_hash(folder: Path, architectures: Sequence[str] = ARCHITECTURES) -> s
     for path in files:
         digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
-    described = (architectures, _CUDA_FLAGS, _CXX_FLAGS, torch.__version__, torch.version.cuda)
+    targets = [_gencode(architecture) for architecture in architectures]
+    described = (targets, _CUDA_FLAGS, _CXX_FLAGS, torch.__version__, torch.version.cuda)
     digest.update(repr(described).encode())
     return digest.hexdigest()[:16]
 
@@ -86,8 +114,8 @@ def build(*, architectures: Sequence[str] = ARCHITECTURES, jobs: int | None = No
             f"The CUDA kernels cannot be compiled: {missing}.",
             hint="Install the CUDA toolkit, or use the reference path.",
         )
-    target = cache_dir() / "kernels" / source_hash(folder, architectures)
-    library = target / LIBRARY_NAME
+    library = _cached_library(folder, architectures)
+    target = library.parent
     if library.exists():
         return library
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +131,7 @@ def _compile(
     folder: Path, nvcc: Path, scratch: Path, architectures: Sequence[str], jobs: int
 ) -> list[Path]:
     """Compile and link into `scratch`; the report and the library."""
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    targets = [_gencode(architecture) for architecture in architectures]
     root = Path(torch.__file__).parent
 
     def compile_one(source: Path) -> tuple[Path, str]:
@@ -130,8 +158,17 @@ def _compile(
     library = scratch / LIBRARY_NAME
     objects = [str(made) for made, _ in results]
     link = [str(nvcc), "-shared", "-cudart=shared", *objects, "-o", str(library)]
-    _run([*link, f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10"])
+    # libtorch alone, which depends on torch's CUDA part where it has one: see CMakeLists.txt.
+    _run([*link, f"-L{root / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch"])
     return [report, library]
+
+
+def _gencode(architecture: str) -> str:
+    """Option that asks nvcc for a target; the oldest brings PTX, which GPUs newer than 9.0 run."""
+    code = f"sm_{architecture}"
+    if architecture == ARCHITECTURES[0]:
+        code = f"[{code},compute_{architecture}]"
+    return f"-gencode=arch=compute_{architecture},code={code}"
 
 
 def _run(command: Sequence[str]) -> str:
@@ -178,15 +215,73 @@ def resource_usage(report: str) -> dict[str, dict[str, int]]:
 @functools.cache
 def unavailable_reason() -> str | None:
     """Load the kernels; None when they are there, else why not, for people."""
+    kernels = load()
+    return kernels.reason if kernels.path == "reference" else None
+
+
+@functools.cache
+def load(*, may_compile: bool = True) -> Kernels:
+    """Load the first library that works: the wheel's own, else one compiled here.
+
+    Args:
+        may_compile: compile where nothing is compiled yet; a minute or so, once per machine.
+    """
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return Kernels(path="reference", reason="torch sees no CUDA device")
     capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}; 8.0 is needed"
-    packaged = Path(__file__).parent / LIBRARY_NAME
+    if capability < _OLDEST_GPU:
+        has, needs = (".".join(map(str, each)) for each in (capability, _OLDEST_GPU))
+        return Kernels(
+            path="reference",
+            reason=f"the GPU has compute capability {has}; {needs} is needed",
+        )
+    packaged, failures = Path(__file__).parent / LIBRARY_NAME, []
+    if packaged.exists():
+        problem = _load_library(packaged)
+        if problem is None:
+            return Kernels(path="prebuilt", reason="compiled at installation")
+        failures.append(f"the installed library does not load ({problem})")
+    return _load_compiled(capability, may_compile, failures)
+
+
+def _load_compiled(capability: tuple[int, int], may_compile: bool, failures: list[str]) -> Kernels:
+    """The second path: csrc/ compiled for this GPU; `failures` say what went wrong before."""
+    folder, nvcc = source_dir(), find_nvcc()
+    architectures = (ARCHITECTURES[1] if capability == (9, 0) else ARCHITECTURES[0],)
+    library = None if folder is None else _cached_library(folder, architectures)
+    if library is None or (nvcc is None and not library.exists()):
+        missing = "nvcc was not found" if library else "csrc/ is not in this installation"
+        why = "; ".join([*failures, f"the kernels are not compiled, and {missing}"])
+        return Kernels(path="reference", reason=why, fix=_TOOLKIT)
+    if not library.exists() and not may_compile:
+        return Kernels(path="pending", reason=f"the next run compiles them with {nvcc}")
     try:
-        library = packaged if packaged.exists() else build()
+        if not library.exists():
+            _log.warning("Compiling the CUDA kernels for this GPU, once; it takes about a minute.")
+            build(architectures=architectures)
+        problem = _load_library(library)
+    except BackendError as error:
+        problem = str(error)
+    if problem is None:
+        return Kernels(
+            path="compiled", reason=f"compiled on this machine, kept in {library.parent}"
+        )
+    return Kernels(
+        path="reference",
+        reason="; ".join([*failures, problem]),
+        fix=f"delete {library.parent} and use a CUDA toolkit as old as torch's CUDA "
+        f"({torch.version.cuda}) or newer",
+    )
+
+
+def _cached_library(folder: Path, architectures: Sequence[str]) -> Path:
+    return cache_dir() / "kernels" / source_hash(folder, architectures) / LIBRARY_NAME
+
+
+def _load_library(library: Path) -> str | None:
+    """Load an extension library; what is wrong with it, or None."""
+    try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
-    except (BackendError, OSError) as error:
+    except OSError as error:
         return str(error)
     return None
