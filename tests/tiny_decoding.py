@@ -29,6 +29,7 @@ from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.decoding import Decoder, Request
 from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
 from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
+from vegas_runtime.engine.paged import AttentionChoice
 from vegas_runtime.records import StepRecord
 
 GREEDY: Final = SamplingConfig()
@@ -105,6 +106,7 @@ def decode(
     sampling: SamplingConfig = GREEDY,
     saved: Sequence[SavedPrefill] | None = None,
     after_step: Callable[[Decoder], None] | None = None,
+    attention: AttentionChoice = "auto",
 ) -> Decoded:
     """Decode prompts with `lanes` (default: all) at a time, each request to its own end.
 
@@ -117,6 +119,7 @@ def decode(
         sampling: how tokens are drawn; request i is seeded with i.
         saved: prefilled prompts, when they are at hand.
         after_step: called after each step, before finished requests leave.
+        attention: who attends; `kernels` runs the operations' CPU implementations.
     """
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     lanes = len(prompts) if lanes is None else lanes
@@ -128,7 +131,7 @@ def decode(
         dtype=model.model.dtype,
         device=model.device,
     )
-    decoder = Decoder(model, config, sampling, cache)
+    decoder = Decoder(model, config, sampling, cache, attention)
     requests = [
         Request(
             index=index,

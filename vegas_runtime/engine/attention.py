@@ -23,6 +23,9 @@ PASS_KEYWORD: Final = "attention_pass"
 # Of a layer, its queries [B, H, S, D], keys and values [B, Hkv, N, D]: the keys and values to
 # attend to instead and their columns, or None for all of them.
 Narrow = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Window] | None]
+# Of a layer, its queries [B, H, S, D], the factor on query-key products and the sink logits [H] or
+# None: the attention's output [B, S, H, D]. Keys and values are known to it (`paged.py`).
+LayerAttention = Callable[[int, Tensor, float, Tensor | None], Tensor]
 
 
 @dataclass(kw_only=True)
@@ -30,10 +33,12 @@ class AttentionPass:
     """One forward pass, as the attention layers see it.
 
     Attributes:
-        windows: per sliding window (None for full attention), the columns each row sees.
+        windows: per sliding window (None for full attention), the columns each row sees; not
+            looked at where `run` is given.
         sliding_windows: per layer, its window or None.
         score: what full-attention layers collect, or None.
         narrow: picks, from a full-attention layer's own queries, what the layer attends to.
+        run: attends in the layers' stead, and collects by itself; None for the reference.
         num_queries: full-attention layers keep the queries of so many last rows.
         scores: filled by the pass: layer index to collected scores.
         queries: filled by the pass: layer index to kept queries [B, H, num_queries, D].
@@ -43,6 +48,7 @@ class AttentionPass:
     sliding_windows: tuple[int | None, ...]
     score: ScoreSpec | None = None
     narrow: Narrow | None = None
+    run: LayerAttention | None = None
     num_queries: int = 0
     scores: dict[int, Tensor] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
@@ -112,10 +118,13 @@ def attention_forward(
     this: AttentionPass = kwargs[PASS_KEYWORD]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     window = this.sliding_windows[layer]
-    columns = this.windows[window]
     if window is None and this.num_queries:
         # A copy: a view would keep the whole pass's queries.
         this.queries[layer] = query[:, :, -this.num_queries :].to(key.dtype, copy=True)
+    if this.run is not None:
+        assert softcap is None, "planned for a model that does not cap its logits"
+        return this.run(layer, query.to(key.dtype), scaling, s_aux).to(query.dtype), None
+    columns = this.windows[window]
     if window is None and this.narrow is not None:
         narrowed = this.narrow(layer, query, key, value)
         key, value, columns = (key, value, columns) if narrowed is None else narrowed

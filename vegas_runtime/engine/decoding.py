@@ -2,7 +2,7 @@
 
     select   the policy picks KV entries from the last verify pass's scores; they are packed
              (`selection.py`)
-    draft    gamma forward passes over the packed entries, one token per request each
+    draft    gamma forward passes over the selected entries, one token per request each
     verify   one forward pass over everything: gamma + 1 rows per request, scores collected
     accept   speculative sampling; the committed length moves, which is all the roll-back there is
 
@@ -35,6 +35,7 @@ from vegas_runtime.engine.attention import (
 )
 from vegas_runtime.engine.kv_cache import DraftCache, KVCache, SavedPrefill
 from vegas_runtime.engine.model import DecoderModel
+from vegas_runtime.engine.paged import AttentionChoice
 from vegas_runtime.engine.selection import Selector
 from vegas_runtime.kernels.reference import Window
 from vegas_runtime.policies import KVSelection
@@ -99,8 +100,10 @@ class Decoder:
         sampling: how tokens are drawn.
         cache: holds the lanes; at least as long as the longest text plus gamma + 1.
         selector: says what draft steps read; asks the setting's policy unless given.
+        attention: who attends, unless a selector is given; see `paged.why_not_kernels`.
 
     Raises:
+        BackendError: the kernels were asked for, and they do not do this.
         ConfigError: an unknown policy, or a switch that it lacks.
     """
 
@@ -111,10 +114,11 @@ class Decoder:
         sampling: SamplingConfig,
         cache: KVCache,
         selector: Selector | None = None,
+        attention: AttentionChoice = "auto",
     ) -> None:
         self.model, self.config, self.cache = model, config, cache
         self.sampler = TokenSampler(sampling)
-        self.selector = selector or Selector(config, cache)
+        self.selector = selector or Selector(config, cache, model, attention)
         self.requests: list[Request] = []
         device, lanes = model.device, cache.keys[0].shape[0]
         self._tokens = torch.zeros(lanes, cache.capacity, dtype=torch.int64, device=device)
@@ -210,7 +214,7 @@ class Decoder:
             packed = None if selection is None else selector.packed
             tokens = self._tokens[:batch].gather(1, (committed + i)[:, None])
             positions = (committed + i)[:, None]
-            logits = self._draft_pass(tokens, positions, packed, narrow)[:, -1]
+            logits = self._draft_pass(tokens, positions, i, packed, narrow)[:, -1]
             history = self._history(positions + 1, slice(0, batch))
             if self.sampler.config.is_greedy:
                 drafts[:, i] = self.sampler.greedy(logits, history)
@@ -223,10 +227,21 @@ class Decoder:
         return drafts, torch.stack(probs, dim=1) if probs else None
 
     def _draft_pass(
-        self, tokens: Tensor, positions: Tensor, packed: DraftCache | None, narrow: Narrow | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        step: int,
+        packed: DraftCache | None,
+        narrow: Narrow | None,
     ) -> Tensor:
         """Logits [B, 1, V] of one draft step."""
-        layers = self.model.shape.sliding_windows
+        layers, paged = self.model.shape.sliding_windows, self.selector.paged
+        if paged is not None:
+            self.cache.begin(positions, 0)
+            this = AttentionPass(
+                windows={}, sliding_windows=layers, run=paged.draft(positions, step)
+            )
+            return self.model.forward(tokens, positions, self.cache, this)
         if packed is None:
             self.cache.begin(positions, 0)
             windows = windows_for_positions(positions, layers)
@@ -246,11 +261,12 @@ class Decoder:
         committed = self._committed[lanes]
         positions = committed[:, None] + torch.arange(gamma + 1, device=drafts.device)
         tokens = self._tokens[lanes].gather(1, positions)
-        layers = self.model.shape.sliding_windows
+        layers, paged = self.model.shape.sliding_windows, self.selector.paged
         this = AttentionPass(
-            windows=windows_for_positions(positions, layers),
+            windows=windows_for_positions(positions, layers) if paged is None else {},
             sliding_windows=layers,
             score=self.selector.score(gamma + 1),
+            run=None if paged is None else paged.verify(lanes, committed, gamma + 1),
             num_queries=self.selector.num_queries(gamma + 1),
         )
         self.cache.begin(positions, lanes.start)

@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from vegas_runtime.policies.base import KVSelection
+
+# A lane is a block of a paged cache to the kernels, and blocks are whole tiles (`ops`).
+LANE_UNIT: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ class KVCache(_LayerBuffers):
     Args:
         shape: sizes of the model's cache.
         num_lanes: requests that may run at once.
-        capacity: tokens a lane holds.
+        capacity: tokens a lane must hold; rounded up to a multiple of `LANE_UNIT`.
         dtype: of keys and values.
         device: of the buffers.
 
@@ -134,6 +137,7 @@ class KVCache(_LayerBuffers):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        capacity = -(-capacity // LANE_UNIT) * LANE_UNIT
         capacities = [capacity] * shape.num_layers
         super().__init__(
             shape, num_lanes=num_lanes, capacities=capacities, dtype=dtype, device=device

@@ -95,7 +95,7 @@ class LoadedModel:
     facts: dict[str, Any]
 
 
-def _silent(_: str) -> None:
+def silent(_: str) -> None:
     """Report to nobody."""
 
 
@@ -133,7 +133,7 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     )
 
 
-def fetch(source: ModelSource, report: Report = _silent) -> ModelSource:
+def fetch(source: ModelSource, report: Report = silent) -> ModelSource:
     """Bring a model to this machine and check that it is a decoder this engine can run.
 
     Args:
@@ -166,7 +166,7 @@ def fetch(source: ModelSource, report: Report = _silent) -> ModelSource:
     return replace(source, location=location, revision=revision)
 
 
-def load_tokenizer(source: ModelSource, report: Report = _silent) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelSource, report: Report = silent) -> PreTrainedTokenizerBase:
     """The model's tokenizer, fetched with the model when need be.
 
     Raises:
@@ -199,7 +199,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     attn_implementation: str = "eager",
-    report: Report = _silent,
+    report: Report = silent,
 ) -> LoadedModel:
     """Load model and tokenizer.
 

@@ -30,6 +30,8 @@ class DecoderModel:
     Attributes:
         model: a causal language model loaded with our attention function.
         shape: sizes of its cache.
+        num_heads: query heads.
+        has_softcap: whether its attention logits are capped.
         max_positions: longest text it can hold.
         eos_token_ids: tokens that end a text.
         cache_keyword: the name its `forward` takes a cache by.
@@ -37,6 +39,8 @@ class DecoderModel:
 
     model: PreTrainedModel
     shape: CacheShape
+    num_heads: int
+    has_softcap: bool
     max_positions: int
     eos_token_ids: frozenset[int]
     cache_keyword: str
@@ -99,6 +103,8 @@ def describe_model(model: PreTrainedModel) -> DecoderModel:
             head_dims=(head_dim,) * layers,
             sliding_windows=tuple(window if kind == SLIDING_KIND else None for kind in kinds),
         ),
+        num_heads=heads,
+        has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
         max_positions=config.max_position_embeddings,
         eos_token_ids=frozenset([ends] if isinstance(ends, int) else ends or []),
         # transformers renamed the argument in 5.2x; the old name warns there.
@@ -146,7 +152,7 @@ def prefill(
             on_chunk(stop)
     return SavedPrefill(
         prompt=tuple(prompt),
-        keys=[key[0] for key in cache.keys],
-        values=[value[0] for value in cache.values],
+        keys=[key[0, :, :count] for key in cache.keys],
+        values=[value[0, :, :count] for value in cache.values],
         queries={layer: torch.cat(rows, dim=1) for layer, rows in queries.items()},
     )

@@ -6,7 +6,8 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -16,8 +17,10 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.decoding import Decoder, Request
 from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
-from vegas_runtime.engine.loading import LoadedModel, load_model, resolve_model
+from vegas_runtime.engine.loading import LoadedModel, load_model, resolve_model, silent
 from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
+from vegas_runtime.engine.packaged import Report
+from vegas_runtime.engine.paged import AttentionChoice, why_not_kernels
 from vegas_runtime.engine.selection import Selector
 from vegas_runtime.engine.selection_tape import (
     RecordingSelector,
@@ -26,11 +29,9 @@ from vegas_runtime.engine.selection_tape import (
 )
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.machine import device_facts, runtime_facts
-from vegas_runtime.policies import make_policy
 from vegas_runtime.records import Run, StepRecord
 
-Report = Callable[[str], None]
-MakeSelector = Callable[[SpeculationConfig, KVCache], Selector]
+MakeSelector = Callable[[SpeculationConfig, KVCache, DecoderModel, AttentionChoice], Selector]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +69,25 @@ class ReferenceEngine:
         loaded: model, tokenizer and facts.
         max_num_speculative_tokens: largest gamma `configure` takes.
         report: told what takes long.
+        attention: who attends; see `paged.why_not_kernels`.
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, max_num_speculative_tokens: int, report: Report | None = None
+        self,
+        loaded: LoadedModel,
+        *,
+        max_num_speculative_tokens: int,
+        report: Report | None = None,
+        attention: AttentionChoice = "auto",
     ) -> None:
         self.tokenizer = loaded.tokenizer
         self._model: DecoderModel | None = describe_model(loaded.model)
-        self._report = report or _silent
+        self._report = report or silent
         self._config = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
         self._prefilled: dict[tuple[int, ...], SavedPrefill] = {}
         self._cache: KVCache | None = None
         self._recording: _Recording | None = None
+        self._attention: AttentionChoice = attention
         device = loaded.model.device
         self._info = EngineInfo(
             backend="reference",
@@ -88,11 +96,11 @@ class ReferenceEngine:
             runtime={
                 **runtime_facts(device.type),
                 "kv_cache_dtype": str(loaded.model.dtype).removeprefix("torch."),
-                "attention_path": "reference",
                 "threads": torch.get_num_threads(),
             },
             max_num_speculative_tokens=max_num_speculative_tokens,
         )
+        self.configure(self._config)
 
     @classmethod
     def open(
@@ -103,6 +111,7 @@ class ReferenceEngine:
         dtype: str = "auto",
         device: str = "auto",
         report: Report | None = None,
+        attention: AttentionChoice = "auto",
     ) -> Self:
         """Load a model by alias, Hub id or path.
 
@@ -112,8 +121,10 @@ class ReferenceEngine:
             dtype: `auto`, `float32`, `bfloat16` or `float16`.
             device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
             report: told what takes long.
+            attention: who attends; see `paged.why_not_kernels`.
 
         Raises:
+            BackendError: the device is not there, or the kernels were asked for and cannot run it.
             ModelError: it cannot be found, fetched or run.
         """
         if device == "auto":
@@ -123,9 +134,14 @@ class ReferenceEngine:
             dtype=dtype,
             device=device,
             attn_implementation=register(),
-            report=report or _silent,
+            report=report or silent,
         )
-        return cls(loaded, max_num_speculative_tokens=max_num_speculative_tokens, report=report)
+        return cls(
+            loaded,
+            max_num_speculative_tokens=max_num_speculative_tokens,
+            report=report,
+            attention=attention,
+        )
 
     @property
     def info(self) -> EngineInfo:
@@ -140,7 +156,10 @@ class ReferenceEngine:
     def configure(self, config: SpeculationConfig) -> None:
         """Change the setting; takes effect with the next run.
 
+        `info.runtime["attention_path"]` says from then on who attends, and why not the kernels.
+
         Raises:
+            BackendError: the engine is closed, or the kernels were asked for and cannot do this.
             ConfigError: gamma above the maximum, or a policy this engine does not have.
         """
         largest = self._info.max_num_speculative_tokens
@@ -149,7 +168,9 @@ class ReferenceEngine:
                 f"`num_speculative_tokens` is {config.num_speculative_tokens}, but this engine "
                 f"was opened for at most {largest}."
             )
-        make_policy(config)
+        reason = why_not_kernels(self._running(), config, self._attention)
+        path = "kernels" if reason is None else f"reference: {reason}"
+        self._info = replace(self._info, runtime={**self._info.runtime, "attention_path": path})
         self._config = config
 
     def prepare(self, block: PromptBlock) -> None:
@@ -205,7 +226,7 @@ class ReferenceEngine:
             replicate,
             max_tokens,
             deadline_s,
-            lambda config, cache: RecordingSelector(config, cache, tape),
+            partial(RecordingSelector, tape=tape),
         )
         self._recording = _Recording(block=block, replicate=replicate, run=run, tape=tape)
         return run
@@ -230,7 +251,7 @@ class ReferenceEngine:
             recording.replicate,
             max_tokens,
             deadline_s,
-            lambda config, cache: ReplayingSelector(config, cache, recording.tape),
+            partial(ReplayingSelector, tape=recording.tape),
         )
         if run.outputs_sha256 != recording.run.outputs_sha256:
             raise BackendError(
@@ -346,7 +367,7 @@ class ReferenceEngine:
             )
         waiting = list(requests)
         cache = self._cache_for(block)
-        selector = make_selector(self._config, cache)
+        selector = make_selector(self._config, cache, model, self._attention)
         decoder = Decoder(model, self._config, block.sampling, cache, selector)
         while waiting or decoder.requests:
             free = block.batch_size - len(decoder.requests)
@@ -375,10 +396,6 @@ class ReferenceEngine:
             )
         assert self._cache is not None
         return self._cache
-
-
-def _silent(_: str) -> None:
-    """Report to nobody."""
 
 
 def _request_seed(seed: int, replicate: int, index: int) -> int:

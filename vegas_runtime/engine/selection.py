@@ -5,6 +5,7 @@ selector keeps what the policy declared it needs, asks the policy, and makes of 
 draft pass attends to:
 
     packed    selected entries, copied side by side into a `DraftCache` once per selection
+    paged     slots of selected entries, read in place by the kernels (`paged.py`)
     narrow    a function that a pass over the main cache asks at each layer, for policies that
               select by the draft step's own query
     neither   everything
@@ -28,6 +29,8 @@ from vegas_runtime.engine.kv_cache import (
     with_tail,
 )
 from vegas_runtime.engine.lane_state import PageBounds, PromptSelections
+from vegas_runtime.engine.model import DecoderModel
+from vegas_runtime.engine.paged import AttentionChoice, PagedAttention, why_not_kernels
 from vegas_runtime.kernels.reference import ScoreSpec, Window
 from vegas_runtime.policies import KVSelection, Needs, SelectionInput, make_policy
 from vegas_runtime.policies.base import EARLY_ROWS, MAX_PROMPT_ROWS
@@ -42,8 +45,11 @@ class Selector:
     Args:
         config: names the policy, and its knobs.
         cache: holds the lanes.
+        model: what runs.
+        choice: see `paged.why_not_kernels`.
 
     Attributes:
+        paged: attends and reads in place, where the kernels run.
         policy: who is asked.
         packed: the draft cache in use, once there is one.
 
@@ -51,7 +57,13 @@ class Selector:
         ConfigError: an unknown policy, or a switch that it lacks.
     """
 
-    def __init__(self, config: SpeculationConfig, cache: KVCache) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        cache: KVCache,
+        model: DecoderModel,
+        choice: AttentionChoice = "auto",
+    ) -> None:
         self.config, self.cache = config, cache
         self.policy = make_policy(config)
         self.packed: DraftCache | None = None
@@ -63,7 +75,10 @@ class Selector:
         self._undrafted = torch.zeros(lanes, dtype=torch.bool, device=device)
         self._bounds = PageBounds(cache, needs.page_size) if needs.page_size else None
         self._prompted = PromptSelections(self.policy, cache) if needs.prompt_rows else None
-        if needs.collection is not None:
+        self.paged: PagedAttention | None = None
+        if why_not_kernels(model, config, choice) is None:
+            self.paged = PagedAttention(model, config, needs, cache)
+        elif needs.collection is not None:
             heads = cache.shape.num_kv_heads[0] if needs.collection.scope == "kv_head" else 1
             self._scores = torch.zeros(
                 len(cache.shape.full_layers), lanes, heads, cache.capacity, device=device
@@ -85,7 +100,9 @@ class Selector:
         """One lane's request goes on in another."""
         for state in (self._prefix, self._undrafted):
             state[target] = state[source]
-        if self._needs.collection is not None:
+        if self.paged is not None:
+            self.paged.moved(source, target)
+        elif self._needs.collection is not None:
             self._scores[:, target] = self._scores[:, source]
         for kept in (self._bounds, self._prompted):
             if kept is not None:
@@ -138,7 +155,7 @@ class Selector:
     def score(self, num_rows: int) -> ScoreSpec | None:
         """Scores to read off a verify pass of so many rows per lane."""
         collection = self._needs.collection
-        if collection is None:
+        if collection is None or self.paged is not None:
             return None
         return ScoreSpec(
             rows=tuple(collection.row_indices(num_rows)),
@@ -174,9 +191,15 @@ class Selector:
             before: what is packed.
 
         Returns:
-            What is packed now, or None: nothing is, and drafts read everything.
+            What is packed now, or None: nothing is, and drafts read everything, or in place.
         """
+        if self.paged is not None and self.paged.collects:
+            self._choose_in_place(self.paged, self._prefix[: committed.shape[0]])
+            return None
         selection = self._choose(committed, drafted)
+        if self.paged is not None:
+            self.paged.read(selection)
+            return None
         if selection is None or (before is not None and _same(selection, before)):
             return selection
         tail = int((committed + self.config.num_speculative_tokens - selection.tail_starts).max())
@@ -191,6 +214,10 @@ class Selector:
         self.packed.gather(selection, committed + drafted)
         self.packed.gather_windows(committed + drafted)
         return selection
+
+    def _choose_in_place(self, paged: PagedAttention, prefix: Tensor) -> None:
+        """The policy's rule in one operation, from scores that the kernels collected to slots."""
+        paged.select(prefix)
 
     def _choose(self, committed: Tensor, drafted: int) -> KVSelection | None:
         batch = committed.shape[0]

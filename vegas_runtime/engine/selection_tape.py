@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.engine.kv_cache import KVCache
+from vegas_runtime.engine.model import DecoderModel
+from vegas_runtime.engine.paged import AttentionChoice, PagedAttention
 from vegas_runtime.engine.selection import Selector
 from vegas_runtime.errors import BackendError
 from vegas_runtime.policies import KVSelection, Needs
@@ -39,15 +41,28 @@ class RecordingSelector(Selector):
     Args:
         config: see `Selector`.
         cache: see `Selector`.
+        model: see `Selector`.
+        choice: see `Selector`.
         tape: where to; of the same setting.
     """
 
-    def __init__(self, config: SpeculationConfig, cache: KVCache, tape: SelectionTape) -> None:
-        super().__init__(config, cache)
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        cache: KVCache,
+        model: DecoderModel,
+        choice: AttentionChoice,
+        tape: SelectionTape,
+    ) -> None:
+        super().__init__(config, cache, model, choice)
         self._tape = tape.selections
 
     def _choose(self, committed: Tensor, drafted: int) -> KVSelection | None:
         return self._kept(super()._choose(committed, drafted))
+
+    def _choose_in_place(self, paged: PagedAttention, prefix: Tensor) -> None:
+        super()._choose_in_place(paged, prefix)
+        self._kept(paged.chosen())
 
     def _choose_at_layer(
         self, layer: int, query: Tensor, committed: Tensor, lens: Tensor, num_pages: int
@@ -72,11 +87,20 @@ class ReplayingSelector(Selector):
     Args:
         config: the tape's setting.
         cache: see `Selector`.
+        model: see `Selector`.
+        choice: see `Selector`.
         tape: a recorded run over the same prompts with the same random numbers.
     """
 
-    def __init__(self, config: SpeculationConfig, cache: KVCache, tape: SelectionTape) -> None:
-        super().__init__(config, cache)
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        cache: KVCache,
+        model: DecoderModel,
+        choice: AttentionChoice,
+        tape: SelectionTape,
+    ) -> None:
+        super().__init__(config, cache, model, choice)
         self._tape = iter(tape.selections)
 
     def _what_to_keep(self) -> Needs:
