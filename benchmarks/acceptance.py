@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmarks.results_file import Row
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.engine.paged import AttentionChoice
 from vegas_runtime.engine.reference import Generation, ReferenceEngine
 from vegas_runtime.metrics import accepted_per_iteration, survival
 from vegas_tune.workload import build_workload
@@ -47,13 +48,14 @@ class Bench:
     mismatches: int = 0
 
     @classmethod
-    def open(cls, args: argparse.Namespace) -> Bench:
+    def open(cls, args: argparse.Namespace, attention: AttentionChoice = "auto") -> Bench:
         """Load the model, prefill the prompts, decode them plainly once."""
         engine = ReferenceEngine.open(
             model=args.model,
             max_num_speculative_tokens=15,
             dtype=args.dtype,
             device=args.device,
+            attention=attention,
         )
         spec = WorkloadSpec(context_len=args.context, batch_size=args.prompts, num_blocks=1)
         prompts = build_workload(spec, engine.tokenizer).blocks[0].prompts

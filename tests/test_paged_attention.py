@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 import pytest
 import torch
+from test_reference_engine import NEVER, block, loaded
 from tiny_decoding import (
     DraftSpy,
     SlowDecoder,
@@ -24,6 +25,7 @@ from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.kv_cache import KVCache
 from vegas_runtime.engine.model import DecoderModel, describe_model
 from vegas_runtime.engine.paged import PagedAttention, why_not_kernels
+from vegas_runtime.engine.reference import ReferenceEngine
 from vegas_runtime.errors import BackendError
 from vegas_runtime.kernels import build, ops
 from vegas_runtime.kernels.reference import varlen_topk
@@ -154,6 +156,32 @@ def test_exact_collection_drafts_nearly_as_well_as_the_reference(architecture: s
     }
     means = [sum(counts) / len(counts) for counts in accepted.values()]
     assert abs(means[0] - means[1]) < 0.3
+
+
+@pytest.mark.parametrize("algorithm", ["vegas", "streaming_llm", "snapkv"])
+def test_a_recorded_run_comes_again_without_the_work_of_choosing(algorithm: str) -> None:
+    engine = ReferenceEngine(loaded(), max_num_speculative_tokens=8, attention="kernels")
+    engine.configure(BASE.replace(algorithm=algorithm, sparsity_ratio=0.3))
+    given = block(max_new_tokens=24)
+    usual = engine.run(given, replicate=3, max_tokens=60, deadline_s=NEVER)
+    engine.record_selections(given, replicate=3, max_tokens=60, deadline_s=NEVER)
+    again = engine.run_recorded(deadline_s=NEVER)
+    assert again.outputs_sha256 == usual.outputs_sha256
+    counts = [[step.num_accepted_tokens for step in run.steps] for run in (usual, again)]
+    assert counts[0] == counts[1]
+
+
+def test_the_engine_says_who_attends_and_why() -> None:
+    facts = ReferenceEngine(loaded(), max_num_speculative_tokens=8).info.runtime
+    assert facts["attention_path"] == "reference"
+    assert facts["attention_reason"] == "float32 keeps the exact reference path"
+    engine = ReferenceEngine(loaded(), max_num_speculative_tokens=8, attention="kernels")
+    assert engine.info.runtime["attention_path"] == "kernels"
+    assert "attention_reason" not in engine.info.runtime
+    before = engine.config
+    with pytest.raises(BackendError, match="the kernels were asked for, but `quest`"):
+        engine.configure(BASE.replace(algorithm="quest"))
+    assert engine.config == before
 
 
 # -- one pass -------------------------------------------------------------------------------------

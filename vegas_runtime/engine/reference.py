@@ -156,7 +156,8 @@ class ReferenceEngine:
     def configure(self, config: SpeculationConfig) -> None:
         """Change the setting; takes effect with the next run.
 
-        `info.runtime["attention_path"]` says from then on who attends, and why not the kernels.
+        From then on `info.runtime` says who attends (`attention_path`) and, if not the kernels, why
+        (`attention_reason`).
 
         Raises:
             BackendError: the engine is closed, or the kernels were asked for and cannot do this.
@@ -169,8 +170,11 @@ class ReferenceEngine:
                 f"was opened for at most {largest}."
             )
         reason = why_not_kernels(self._running(), config, self._attention)
-        path = "kernels" if reason is None else f"reference: {reason}"
-        self._info = replace(self._info, runtime={**self._info.runtime, "attention_path": path})
+        runtime = {**self._info.runtime, "attention_path": "reference", "attention_reason": reason}
+        if reason is None:
+            runtime["attention_path"] = "kernels"
+            del runtime["attention_reason"]
+        self._info = replace(self._info, runtime=runtime)
         self._config = config
 
     def prepare(self, block: PromptBlock) -> None:
