@@ -131,7 +131,7 @@ def decode(
         dtype=model.model.dtype,
         device=model.device,
     )
-    decoder = Decoder(model, config, sampling, cache, attention)
+    decoder = Decoder(model, config, sampling, cache, attention=attention)
     requests = [
         Request(
             index=index,
