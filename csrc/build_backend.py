@@ -1,6 +1,6 @@
-"""Builds wheels: scikit-build-core, which compiles the kernels where nvcc is and not elsewhere.
+"""Builds wheels with scikit-build-core, which compiles the kernels where nvcc is, not elsewhere.
 
-The hooks of PEP 517. One decision is made here, from what the machine has:
+The hooks of PEP 517 and 660. One decision is made here, from what the machine has:
 
     nvcc is found        csrc/ is compiled into the wheel, for Python 3.11 and later (abi3)
     no nvcc              a pure wheel; the kernels run on the reference path
@@ -64,6 +64,8 @@ def with_decision(settings: Settings) -> dict[str, Any]:
         why = "nvcc was not found" if nvcc is None else f"{SWITCH} is false"
         print(f"vegas-tune: no CUDA kernels in this wheel: {why}.")
         return decided
+    # Not in pyproject.toml: there it would make setuptools run CMake for an editable install, too.
+    decided.setdefault("cmake.source-dir", "csrc")
     decided.setdefault("wheel.py-api", _PYTHON_TAG)
     torch = find_torch()
     if nvcc is not None:
@@ -95,22 +97,26 @@ def build_wheel(
     return scikit.build_wheel(directory, with_decision(config_settings), metadata_directory)
 
 
-def _uncompiled(settings: Settings) -> dict[str, Any]:
-    return {**(settings or {}), SWITCH: "false"}
+# Editable installs are setuptools': its path entry comes last, so that PYTHONPATH can name another
+# checkout. scikit-build-core's import hook comes first.
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    """Nothing beyond scikit-build-core."""
-    return list(scikit.get_requires_for_build_editable(_uncompiled(config_settings)))
+    """What an editable install is made with."""
+    return ["setuptools>=69"]
 
 
 def prepare_metadata_for_build_editable(directory: str, config_settings: Settings = None) -> str:
     """The metadata of an editable install."""
-    return scikit.prepare_metadata_for_build_editable(directory, _uncompiled(config_settings))
+    from setuptools import build_meta
+
+    return str(build_meta.prepare_metadata_for_build_editable(directory, config_settings))
 
 
 def build_editable(
     directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     """A wheel that points at the checkout."""
-    return scikit.build_editable(directory, _uncompiled(config_settings), metadata_directory)
+    from setuptools import build_meta
+
+    return str(build_meta.build_editable(directory, config_settings, metadata_directory))

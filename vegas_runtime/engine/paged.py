@@ -31,6 +31,7 @@ from vegas_runtime.errors import BackendError
 from vegas_runtime.kernels import ops
 from vegas_runtime.policies import KVSelection, Needs, make_policy
 from vegas_runtime.policies.base import EARLY_ROWS
+from vegas_runtime.policies.vegas import VegasPolicy
 
 AttentionChoice = Literal["auto", "kernels", "reference"]
 
@@ -83,6 +84,8 @@ def _why_unsupported(model: DecoderModel, config: SpeculationConfig) -> str | No
         return f"scores of metric `{collection.metric}` are read off the reference path only"
     if collection.rows not in EARLY_ROWS:
         return f"rows `{collection.rows}` are known only once drafts are accepted"
+    if config.algorithm != VegasPolicy.name:
+        return f"`{config.algorithm}` has a rule of its own; the kernels know Vegas's"
     collected = num_rows * (model.num_heads // shape.num_kv_heads[0])
     if collection.rows != "two" and collected > ops.MAX_COLLECTED_ROWS:
         return (
