@@ -169,13 +169,19 @@ class ReferenceEngine:
                 f"`num_speculative_tokens` is {config.num_speculative_tokens}, but this engine "
                 f"was opened for at most {largest}."
             )
-        reason = why_not_kernels(self._running(), config, self._attention)
+        self._note_attention(why_not_kernels(self._running(), config, self._attention))
+        self._config = config
+
+    def _note_attention(self, reason: str | None) -> None:
+        """Say who attends from now on, and `reason` if it is not the kernels."""
         runtime = {**self._info.runtime, "attention_path": "reference", "attention_reason": reason}
         if reason is None:
             runtime["attention_path"] = "kernels"
             del runtime["attention_reason"]
+        if runtime != self._info.runtime and self._running().device.type == "cuda":
+            where = "the kernels" if reason is None else f"the reference path ({reason})"
+            self._report(f"attention: {where}")
         self._info = replace(self._info, runtime=runtime)
-        self._config = config
 
     def prepare(self, block: PromptBlock) -> None:
         """Prefill a block's prompts once.
