@@ -21,6 +21,7 @@ from vegas_runtime.errors import UsageError
 from vegas_runtime.profile import Estimate, Profile
 from vegas_tune import wording
 from vegas_tune.charts import (
+    METHOD_STYLES,
     Axis,
     Band,
     Bar,
@@ -183,6 +184,7 @@ class TestPage:
     def test_every_colour_has_the_contrast_its_use_needs(self) -> None:
         text = ("ink", "muted", "good", "caution")
         graphic = ("measured", "predicted", "conditional", "plain", "draft", "select", "other")
+        graphic += METHOD_STYLES
         for palette in PALETTES.values():
             for ground in ("page", "card", "code"):
                 for name in text:
@@ -195,7 +197,7 @@ class TestPage:
     def test_palettes_name_the_same_colours_and_all_are_used(self) -> None:
         html = render_html(make_profile())
         assert PALETTES["light"].keys() == PALETTES["dark"].keys()
-        used = set(re.findall(r"var\(--([a-z-]+)\)", html))
+        used = set(re.findall(r"var\(--([a-z0-9-]+)\)", html))
         assert used == set(PALETTES["light"])
 
     def test_leaves_out_what_the_profile_lacks(self) -> None:

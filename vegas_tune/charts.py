@@ -17,7 +17,25 @@ WIDTH: Final = 480
 HEIGHT: Final = 300
 
 Phase = Literal["draft", "select", "verify", "other", "plain"]
-Style = Literal["measured", "predicted", "conditional", "plain"]
+Style = Literal[
+    "measured", "predicted", "conditional", "plain",
+    "method-0", "method-1", "method-2", "method-3",
+    "method-4", "method-5", "method-6", "method-7",
+]  # fmt: skip
+# For things of one kind beside each other; told apart by marker, fill and dash as well.
+METHOD_STYLES: Final[tuple[Style, ...]] = (
+    "method-0", "method-1", "method-2", "method-3",
+    "method-4", "method-5", "method-6", "method-7",
+)  # fmt: skip
+
+_SHAPES: Final = ("circle", "square", "triangle", "diamond")
+_SHAPE_OF: Final[dict[Style, str]] = {
+    "measured": "circle",
+    "predicted": "square",
+    "conditional": "triangle",
+    "plain": "diamond",
+    **{style: _SHAPES[place % len(_SHAPES)] for place, style in enumerate(METHOD_STYLES)},
+}
 
 # Room for tick labels at the larger font of a narrow screen, whose size is set by CSS.
 _CHAR: Final = 8.5
@@ -332,14 +350,15 @@ def _point(x: float, y: float, style: Style, mark: Mark, frame: _Frame) -> str:
 
 def _marker(x: float, y: float, style: Style) -> str:
     """Circle, square, triangle or diamond: the shape tells the series without colour."""
-    if style == "measured":
-        return f'<circle class="mark measured" cx="{x}" cy="{y}" r="4.5"/>'
-    if style == "predicted":
+    shape = _SHAPE_OF[style]
+    if shape == "circle":
+        return f'<circle class="mark {style}" cx="{x}" cy="{y}" r="4.5"/>'
+    if shape == "square":
         return (
-            f'<rect class="mark predicted" x="{round(x - 4, 2)}" y="{round(y - 4, 2)}" '
+            f'<rect class="mark {style}" x="{round(x - 4, 2)}" y="{round(y - 4, 2)}" '
             'width="8" height="8"/>'
         )
-    corners = ((0, -6), (5.5, 4), (-5.5, 4)) if style == "conditional" else (
+    corners = ((0, -6), (5.5, 4), (-5.5, 4)) if shape == "triangle" else (
         (0, -6), (6, 0), (0, 6), (-6, 0)
     )  # fmt: skip
     points = " ".join(f"{round(x + dx, 2)},{round(y + dy, 2)}" for dx, dy in corners)
@@ -467,8 +486,5 @@ def _swatch(style: str) -> str:
             f'<rect class="{style}" x="6" y="1" width="16" height="14"/>'
             f"{hatch if style == 'part select' else ''}"
         )
-    kind: Style = (
-        "predicted" if style == "predicted" else
-        "conditional" if style == "conditional" else "measured"
-    )  # fmt: skip
+    kind: Style = next((each for each in _SHAPE_OF if each == style), "measured")
     return f'<line class="line {kind}" x1="1" x2="27" y1="8" y2="8"/>{_marker(14, 8, kind)}'

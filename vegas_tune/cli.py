@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from vegas_runtime.errors import EXIT_CODES
-from vegas_tune.console import Console, guard
+from vegas_tune.console import Console, guard, options_given
 
 _HELP: Final = """Find, prove and serve the fastest lossless self-speculative decoding setting.
 
@@ -19,6 +19,7 @@ Examples:
   vegas-tune sweep --model smollm2-135m      tune; leaves a profile
   vegas-tune apply profile.yaml              what vLLM is told
   vegas-tune check profile.yaml              CI: ok, regressed or inconclusive
+  vegas-tune compare --model smollm2-135m    every method at its best, side by side
 
 Exit codes: 0 ok, 1 unexpected, 2 usage, 3 regression found, 4 profile does not match this
 machine, 5 profile invalid or too new, 6 inconclusive or budget spent, 7 no valid trial,
@@ -230,21 +231,71 @@ def report(
 
 @app.command(rich_help_panel="Look")
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A profile.yaml.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    context_of_call: typer.Context,
+    first: Annotated[
+        Path | None, typer.Argument(metavar="A", help="A profile.yaml.", show_default=False)
+    ] = None,
+    second: Annotated[
+        Path | None, typer.Argument(metavar="B", help="Another one.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Compare methods on this model: Hub id, path or alias.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Policies; with switches: quest:scope=kv_head, last_accepted.")
+    ] = "vegas,streaming_llm,quest,spec_extend",
+    gamma: Annotated[str, typer.Option(help="auto tunes it; a number fixes it for all.")] = "auto",
+    backend: Backend = "auto",
+    budget: Annotated[
+        str | None, typer.Option(help="Hard limit on time; default: a sweep's, per method.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help="As in sweep.")] = "stdlib",
+    data: Annotated[Path | None, typer.Option(help="As in sweep.")] = None,
+    context: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    batch: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    blocks: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    waiting: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 keeps all.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
+    min_tokens: Annotated[int | None, typer.Option(help="As in sweep.")] = None,
+    max_gamma: Annotated[int, typer.Option(help="As in sweep.")] = 15,
+    ratios: Annotated[str | None, typer.Option(help="As in sweep.")] = None,
+    gammas: Annotated[str | None, typer.Option(help="As in sweep.")] = None,
+    seed: Annotated[int, typer.Option(help="As in sweep.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run and its files.")] = None,
+    new: Annotated[bool, typer.Option("--new", help="Start over instead of resuming.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare two profiles: ratios with intervals, as a Markdown table."""
+    """Compare two profiles (A B), or tune and measure methods on a model (--model).
+
+    With --model each method is tuned for itself, then all are measured side by side: a table,
+    the paper's figures and an HTML report. The same command resumes a stopped run.
+    """
+    given = {k: v for k, v in locals().items() if k not in ("as_json", "debug", "context_of_call")}
     console = Console(as_json=as_json, debug=debug)
     with guard(console):
-        from vegas_runtime.profile import load_profile
-        from vegas_tune.compare import compare_profiles
+        if model is None:
+            from vegas_tune.compare import compare_files
 
-        comparison = compare_profiles(
-            load_profile(first), load_profile(second), names=(str(first), str(second))
-        )
-        console.result(comparison.to_dict(), lambda _: comparison.to_markdown())
+            comparison = compare_files(first, second, options=options_given(context_of_call))
+            console.result(comparison.to_dict(), lambda _: comparison.to_markdown())
+            return
+        from vegas_tune import compare_methods, tune
+
+        request = compare_methods.CompareRequest.from_options(given)
+        progress = console.progress(tune.resume_command(sys.argv))
+        outcome = compare_methods.run(request, progress)
+        console.result(outcome.to_dict(), outcome.to_text)
+        raise typer.Exit(outcome.exit_code)
 
 
 @app.command(rich_help_panel="Look")

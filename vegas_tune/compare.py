@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from vegas_runtime.profile import WILDCARD, Bucket, Estimate, Profile
+from vegas_runtime.errors import UsageError
+from vegas_runtime.profile import WILDCARD, Bucket, Estimate, Profile, load_profile
 from vegas_tune.apply import MachineFacts, match_profile
 from vegas_tune.markdown import markdown_table, markdown_text
 from vegas_tune.wording import UNKNOWN, estimate, fact, line, percent, setting, times
@@ -23,6 +25,7 @@ _WORKLOAD_FACTS: Final = (
     "max_new_tokens",
     "eos",
 )
+_OPTIONS_OF_EVERY_COMMAND: Final = ("--json", "--debug")
 # Differences that `apply` only warns of, and that make two results incomparable.
 _DECISIVE: Final = ("sampling.", "backend")
 
@@ -148,6 +151,38 @@ class Comparison:
                 "per second."
             )
         return words
+
+
+def compare_files(
+    first: Path | None, second: Path | None, *, options: Sequence[str] = ()
+) -> Comparison:
+    """Compare the profiles in two files.
+
+    Args:
+        first: the reference.
+        second: what is judged.
+        options: options given beside the files; only those of every command go with them.
+
+    Raises:
+        UsageError: a file is not named, or an option belongs to a comparison of methods.
+        ProfileInvalidError: a file holds no readable profile.
+    """
+    if first is None or second is None:
+        raise UsageError(
+            "two profiles are compared, or methods on a model; "
+            f"{'nothing' if first is None else 'one profile'} was named.",
+            hint="vegas-tune compare A.yaml B.yaml, or vegas-tune compare --model smollm2-135m",
+        )
+    others = [option for option in options if option not in _OPTIONS_OF_EVERY_COMMAND]
+    if others:
+        raise UsageError(
+            f"{others[0]} belongs to a comparison of methods on a model and would change nothing "
+            "between two profiles.",
+            hint="Leave it out, or give --model instead of the profiles.",
+        )
+    return compare_profiles(
+        load_profile(first), load_profile(second), names=(str(first), str(second))
+    )
 
 
 def compare_profiles(a: Profile, b: Profile, *, names: tuple[str, str] = ("A", "B")) -> Comparison:

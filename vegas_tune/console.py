@@ -86,6 +86,20 @@ class Console:
         self.report(f"error: {message} {hint}".rstrip())
 
 
+def options_given(context: typer.Context) -> tuple[str, ...]:
+    """Options that stand on the command line, as written there."""
+
+    def is_given(name: str | None) -> bool:
+        source = context.get_parameter_source(name or "")
+        return source is not None and source.name == "COMMANDLINE"
+
+    return tuple(
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.param_type_name == "option" and is_given(parameter.name)
+    )
+
+
 @contextmanager
 def guard(console: Console) -> Iterator[None]:
     """Turn what a command raises into one line and its exit code."""

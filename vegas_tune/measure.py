@@ -73,6 +73,10 @@ class Estimate:
             est=self.est * factor, low=self.low * factor, high=self.high * factor, n=self.n
         )
 
+    def shifted(self, by: float) -> Estimate:
+        """The same figure with a constant added."""
+        return Estimate(est=self.est + by, low=self.low + by, high=self.high + by, n=self.n)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, six significant digits, in the profile's own keys."""
         return {
@@ -260,6 +264,46 @@ def survival(runs: Iterable[Run]) -> tuple[float, ...]:
             pairs = zip(step.num_draft_tokens, step.num_accepted_tokens, strict=True)
             kept.extend(count for drafted, count in pairs if drafted == gamma)
     return tuple(metrics.survival(kept, gamma)) if kept else ()
+
+
+def position_acceptance(passes: Iterable[tuple[int, Run]]) -> tuple[Estimate, ...]:
+    """P(draft i accepted, once drafts 1..i-1 were), i = 1, 2, ..., bootstrap over requests.
+
+    Iterations with fewer than gamma drafts and the warm-up are left out, as in `survival`.
+
+    Args:
+        passes: block index and records of each pass, all at one setting.
+
+    Returns:
+        One estimate per position, up to the first that no iteration reached.
+    """
+    reached: dict[tuple[int, int], NDArray[np.int64]] = {}
+    for block, run in passes:
+        gamma = run.config.num_speculative_tokens
+        for step in [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]:
+            for request, drafted, kept in zip(
+                step.request_ids, step.num_draft_tokens, step.num_accepted_tokens, strict=True
+            ):
+                if drafted and drafted == gamma:
+                    own = reached.setdefault((block, request), np.zeros(gamma + 1, dtype=int))
+                    own[: kept + 1] += 1
+    if not reached:
+        return ()
+    counts = np.stack(list(reached.values())).astype(float)
+    weights = resample_weights(len(counts), _BOOTSTRAP_SEED)
+    total, samples = counts.sum(axis=0), weights @ counts
+    estimates = []
+    for i in range(1, counts.shape[1]):
+        if not total[i - 1]:
+            break
+        # A resample without any request that got this far says nothing of this position.
+        known = samples[:, i - 1] > 0
+        low, high = np.percentile(samples[known, i] / samples[known, i - 1], [2.5, 97.5])
+        est = float(total[i] / total[i - 1])
+        estimates.append(
+            Estimate(est=est, low=min(float(low), est), high=max(float(high), est), n=len(counts))
+        )
+    return tuple(estimates)
 
 
 def resample_weights(count: int, seed: int, num_resamples: int = NUM_RESAMPLES) -> FloatArray:

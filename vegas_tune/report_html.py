@@ -36,57 +36,60 @@ def render_html(profile: Profile, *, path: str = "profile.yaml") -> str:
     report = report_content(profile, path=path)
     charts = report_charts(profile)
     first = [part for part in report.sections if part.key not in _PAIRED and part.key == "next"]
-    paired = [part for part in report.sections if part.key in _PAIRED]
+    drawn = [part for part in report.sections if part.key in _PAIRED]
     rest = [part for part in report.sections if part.key not in _PAIRED and part.key != "next"]
     body = [
         _header(report.headline),
         "<main>",
-        *(_section(part, None) for part in first),
-        *_pairs([_section(part, charts.get(part.key)) for part in paired]),
-        *(_section(part, None) for part in rest),
+        *(html_section(part, None) for part in first),
+        *paired([html_section(part, charts.get(part.key)) for part in drawn]),
+        *(html_section(part, None) for part in rest),
         "</main>",
         f"<footer><p>{_footer(profile)}</p></footer>",
     ]
-    return _page(report.headline.title, "\n".join(body))
+    return html_page(report.headline.title, "\n".join(body))
 
 
-def _pairs(sections: list[str]) -> list[str]:
+def paired(sections: list[str]) -> list[str]:
+    """Sections that stand beside each other on a wide screen."""
     return ['<div class="pairs">', *sections, "</div>"] if sections else []
 
 
-def _page(title: str, body: str) -> str:
+def html_page(title: str, body: str) -> str:
+    """A self-contained page around a body of HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>vegas-tune: {_escaped(title)}</title>\n{_NO_ICON}\n"
+        f"<title>vegas-tune: {escaped(title)}</title>\n{_NO_ICON}\n"
         f"<style>\n{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def _header(headline: Headline) -> str:
     figure = (
-        f'<p class="figure"><strong>{_escaped(headline.figure)}</strong> '
-        f"<span>{_escaped(headline.interval)}</span></p>"
+        f'<p class="figure"><strong>{escaped(headline.figure)}</strong> '
+        f"<span>{escaped(headline.interval)}</span></p>"
         if headline.figure
         else ""
     )
     return (
-        f'<header><p class="kicker">vegas-tune report</p><h1>{_escaped(headline.title)}</h1>'
-        f'<p class="status {headline.status}">{_escaped(headline.status_text)}</p>'
-        f'{figure}<p class="verdict">{_escaped(headline.verdict)}</p>'
-        f"{_facts(headline.rows)}</header>"
+        f'<header><p class="kicker">vegas-tune report</p><h1>{escaped(headline.title)}</h1>'
+        f'<p class="status {headline.status}">{escaped(headline.status_text)}</p>'
+        f'{figure}<p class="verdict">{escaped(headline.verdict)}</p>'
+        f"{facts_html(headline.rows)}</header>"
     )
 
 
 def _footer(profile: Profile) -> str:
     tool = f"{profile.tool.name} {profile.tool.version}" if profile.tool else "vegas-tune"
     made = f", {profile.created}" if profile.created else ""
-    return _escaped(line(f"Made from {profile.profile_id} by {tool}{made}."))
+    return escaped(line(f"Made from {profile.profile_id} by {tool}{made}."))
 
 
-def _section(section: Section, chart: Chart | None) -> str:
+def html_section(section: Section, chart: Chart | None) -> str:
+    """A titled part with its chart."""
     drawn = f'<figure class="chart">{chart.svg}{chart.legend}</figure>' if chart else ""
     blocks = list(section.blocks)
     lead = ""
@@ -94,7 +97,7 @@ def _section(section: Section, chart: Chart | None) -> str:
         lead = _block(blocks.pop(0))
     return (
         f'<section id="{section.key}" aria-labelledby="{section.key}-heading">'
-        f'<h2 id="{section.key}-heading">{_escaped(section.title)}</h2>'
+        f'<h2 id="{section.key}-heading">{escaped(section.title)}</h2>'
         f"{lead}{drawn}{''.join(_blocks(blocks))}</section>"
     )
 
@@ -113,35 +116,36 @@ def _blocks(blocks: Iterable[Block]) -> Iterable[str]:
 
 def _block(block: Block) -> str:
     if isinstance(block, str):
-        return f"<p>{_escaped(block)}</p>"
+        return f"<p>{escaped(block)}</p>"
     if isinstance(block, Command):
-        return f'<pre tabindex="0"><code>{_escaped(block.text)}</code></pre>'
+        return f'<pre tabindex="0"><code>{escaped(block.text)}</code></pre>'
     if isinstance(block, Facts):
-        return _facts(block.rows)
+        return facts_html(block.rows)
     if isinstance(block, Table):
         return _folded(block) if block.caption else _table(block)
     details = _folded(block.details) if block.details is not None else ""
     return (
-        f"<li><h3>{_escaped(block.title)}</h3><p>{_escaped(block.text)}</p>"
-        f'<p class="small">{_escaped(block.small)}</p>{details}</li>'
+        f"<li><h3>{escaped(block.title)}</h3><p>{escaped(block.text)}</p>"
+        f'<p class="small">{escaped(block.small)}</p>{details}</li>'
     )
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that is only text, its numbers kept on one line with their units."""
     return _UNIT.sub("\u00a0", escape(text))
 
 
-def _facts(rows: Iterable[tuple[str, str]]) -> str:
+def facts_html(rows: Iterable[tuple[str, str]]) -> str:
+    """Labels with their values."""
     items = "".join(
-        f"<div><dt>{_escaped(label)}</dt><dd>{_escaped(text)}</dd></div>" for label, text in rows
+        f"<div><dt>{escaped(label)}</dt><dd>{escaped(text)}</dd></div>" for label, text in rows
     )
     return f'<dl class="facts">{items}</dl>'
 
 
 def _folded(table: Table) -> str:
     """A table behind its caption: looked up rather than read."""
-    return f"<details><summary>{_escaped(table.caption)}</summary>{_table(table)}</details>"
+    return f"<details><summary>{escaped(table.caption)}</summary>{_table(table)}</details>"
 
 
 def _table(table: Table) -> str:
@@ -149,14 +153,14 @@ def _table(table: Table) -> str:
 
     def cell(index: int, text: str, tag: str, scope: str = "") -> str:
         kind = ' class="number"' if index in table.numeric else ""
-        return f"<{tag}{scope}{kind}>{_escaped(text)}</{tag}>"
+        return f"<{tag}{scope}{kind}>{escaped(text)}</{tag}>"
 
     head = "".join(cell(i, text, "th", ' scope="col"') for i, text in enumerate(table.columns))
     rows = "".join(
         f"<tr>{''.join(cell(i, text, 'td') for i, text in enumerate(row))}</tr>"
         for row in table.rows
     )
-    label = _escaped(table.caption or ", ".join(table.columns))
+    label = escaped(table.caption or ", ".join(table.columns))
     return (
         f'<div class="table" role="region" aria-label="{label}" tabindex="0">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"

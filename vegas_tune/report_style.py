@@ -27,6 +27,14 @@ PALETTES: Final = {
         "other": "#8a949e",
         "on-other": "#16191d",
         "on-plain": "#ffffff",
+        "method-0": "#0067a3",
+        "method-1": "#b34a00",
+        "method-2": "#00755a",
+        "method-3": "#8f3a72",
+        "method-4": "#6b5900",
+        "method-5": "#4b4fa8",
+        "method-6": "#a3263f",
+        "method-7": "#3d6b1f",
         "good": "#00684f",
         "caution": "#8a5300",
     },
@@ -50,10 +58,37 @@ PALETTES: Final = {
         "other": "#77818c",
         "on-other": "#0b0d10",
         "on-plain": "#0b0d10",
+        "method-0": "#62b8ec",
+        "method-1": "#f09b54",
+        "method-2": "#3cc9a0",
+        "method-3": "#dc94c4",
+        "method-4": "#d6c04a",
+        "method-5": "#a3a8f5",
+        "method-6": "#f28b9c",
+        "method-7": "#9ccc65",
         "good": "#4fd1a9",
         "caution": "#f0b45c",
     },
 }
+
+
+# Beyond the four markers, methods repeat them hollow; dashes change with every one.
+_DASHES: Final = ("none", "6 4", "2 4", "10 3 2 3", "4 2", "8 4", "1 3", "12 4")
+
+
+def _method_rules() -> str:
+    """Style rules of the things of one kind beside each other (`charts.METHOD_STYLES`)."""
+    rules = []
+    for index, dash in enumerate(_DASHES):
+        name, colour = f"method-{index}", f"var(--method-{index})"
+        fill = colour if index < 4 else "var(--card)"
+        rules.append(
+            f"svg .line.{name}{{stroke:{colour};stroke-dasharray:{dash}}}\n"
+            f"svg .whisker.{name}{{stroke:{colour}}}\n"
+            f"svg .interval.{name}{{fill:{colour};opacity:.1}}\n"
+            f"svg .mark.{name}{{fill:{fill};stroke:{colour};stroke-width:2}}\n"
+        )
+    return "".join(rules)
 
 
 def _variables(palette: dict[str, str]) -> str:
@@ -156,6 +191,9 @@ svg .part-text.draft{fill:var(--on-draft)}
 svg .part-text.verify{fill:var(--on-verify)}
 svg .part-text.other{fill:var(--on-other)}
 svg .part-text.plain{fill:var(--on-plain)}
+"""
+    + _method_rules()
+    + """\
 @media (max-width:860px){.pairs{grid-template-columns:minmax(0,1fr)}}
 @media (max-width:520px){
   header,main,footer{padding-left:12px;padding-right:12px}

@@ -83,6 +83,33 @@ class SweepResult:
         return len({measured.point.config for measured in self.measured()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What the three steps found, not validated.
+
+    Attributes:
+        plan: what was planned.
+        chosen: the best setting that drafts; None when none could be measured.
+        decisions: in order.
+        outcomes: every measurement asked for, in order, failures included.
+        spent_s: cost of all measurements, seconds.
+    """
+
+    plan: Plan
+    chosen: SpeculationConfig | None
+    decisions: tuple[Decision, ...]
+    outcomes: tuple[Outcome, ...]
+    spent_s: float
+
+    def measured(self, *steps: str) -> list[Measured]:
+        """Finished measurements of these steps, of all by default, in order."""
+        return [
+            outcome
+            for outcome in self.outcomes
+            if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
+        ]
+
+
 def run_sweep(plan: Plan, lab: Lab, progress: Progress | None = None) -> SweepResult:
     """Find, refine and validate a setting.
 
@@ -97,6 +124,17 @@ def run_sweep(plan: Plan, lab: Lab, progress: Progress | None = None) -> SweepRe
     return _Sweep(plan, lab, progress or Silent()).run()
 
 
+def run_search(plan: Plan, lab: Lab, progress: Progress | None = None) -> Search:
+    """The three steps alone, for who validates the choice by other means.
+
+    They spend at most `BUDGET_SHARES[REFINE]` of the plan's budget.
+
+    Raises:
+        StorageError: a result could not be kept, or a record is missing.
+    """
+    return _Sweep(plan, lab, progress or Silent()).search()
+
+
 class _Sweep:
     def __init__(self, plan: Plan, lab: Lab, progress: Progress) -> None:
         self._plan = plan
@@ -108,11 +146,25 @@ class _Sweep:
 
     def run(self) -> SweepResult:
         """Three steps and validation."""
+        self._three_steps()
+        return self._validate(self._finalists())
+
+    def search(self) -> Search:
+        """Three steps."""
+        self._three_steps()
+        return Search(
+            plan=self._plan,
+            chosen=self._last_choice(),
+            decisions=tuple(self._decisions),
+            outcomes=tuple(self._bench.outcomes),
+            spent_s=self._bench.spent_s,
+        )
+
+    def _three_steps(self) -> None:
         ratio = self._find_sparsity()
         gamma = None if ratio is None else self._find_gamma(ratio)
         if ratio is not None and gamma is not None:
             self._refine(gamma, ratio)
-        return self._validate(self._finalists())
 
     def _find_sparsity(self) -> float | None:
         """Step 1: where accepted tokens stabilise, at a large gamma; None without any figure."""
@@ -296,14 +348,21 @@ class _Sweep:
         self._decide(choice_decision(step, rule, choice, predicted, rates.noise_cv))
         return choice
 
+    def _last_choice(self) -> SpeculationConfig | None:
+        """What steps 2 and 3 chose; None when they had nothing to choose from."""
+        chosen = [decision.chosen for decision in self._decisions if decision.step in _SEARCH]
+        if not chosen:
+            return None
+        last = chosen[-1]
+        return self._plan.config(last["num_speculative_tokens"], last["sparsity_ratio"])
+
     # ------------------------------------------------------------------ validation
 
     def _finalists(self) -> list[SpeculationConfig]:
         """The last choice and the best other setting near it, cheapest first."""
-        chosen = [decision.chosen for decision in self._decisions if decision.step in _SEARCH]
-        if not chosen:
+        last = self._last_choice()
+        if last is None:
             return []
-        last = self._plan.config(chosen[-1]["num_speculative_tokens"], chosen[-1]["sparsity_ratio"])
         rates = self._bench.rates(*_SEARCH)
         others = [
             config

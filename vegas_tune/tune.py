@@ -133,13 +133,13 @@ def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
             request.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
         )
         blocks = workload.blocks
-        plan = _plan(request, engine.info.model, blocks, _active_ratios(request, workload))
-        folder = _folder(request, plan)
+        plan = plan_sweep(request, engine.info.model, blocks, usable_ratios(request, workload))
+        folder = run_folder(request, plan.identity)
         progress.note(f"run folder: {folder}")
         with RunFolder.open(folder, plan) as store:
             load_s = time.monotonic() - opened_s
             lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
-            with _first_interrupt_finishes(lab, progress):
+            with first_interrupt_finishes(lab, progress):
                 result = run_sweep(plan, lab, progress)
             artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
             path = folder / PROFILE_FILE
@@ -157,7 +157,7 @@ def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
     return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason)
 
 
-def _active_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ...]:
+def usable_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ...]:
     """The candidate ratios that the floor leaves distinct.
 
     Raises:
@@ -168,12 +168,13 @@ def _active_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ..
     return active_ratios(workload, floor, ratios, num_speculative_tokens=request.max_gamma)
 
 
-def _plan(
+def plan_sweep(
     request: SweepRequest,
     model: Mapping[str, Any],
     blocks: Sequence[PromptBlock],
     ratios: Sequence[float],
 ) -> Plan:
+    """The plan of a sweep as asked for, over these blocks and ratios."""
     return make_plan(
         request.base,
         blocks,
@@ -188,8 +189,13 @@ def _plan(
     )
 
 
-def _folder(request: SweepRequest, plan: Plan) -> Path:
+def run_folder(request: SweepRequest, identity: str, *, prefix: str = "") -> Path:
     """The run's folder: the one given, or one named for model and plan; `--new` takes a free one.
+
+    Args:
+        request: the options given.
+        identity: hash of what is measured.
+        prefix: in front of the name.
 
     Raises:
         UsageError: `--new` with a folder that holds a run already.
@@ -202,7 +208,7 @@ def _folder(request: SweepRequest, plan: Plan) -> Path:
             )
         return request.run_dir
     slug = re.sub(r"[^a-z0-9.]+", "-", Path(request.model).name.lower()).strip("-")
-    base = RUNS_FOLDER / f"{slug}-{plan.identity[:8]}"
+    base = RUNS_FOLDER / f"{prefix}{slug}-{identity[:8]}"
     number = 1
     while _numbered(base, number + 1).exists():
         number += 1
@@ -216,7 +222,7 @@ def _numbered(base: Path, number: int) -> Path:
 
 
 @contextmanager
-def _first_interrupt_finishes(lab: Laboratory, progress: SweepProgress) -> Iterator[None]:
+def first_interrupt_finishes(lab: Laboratory, progress: SweepProgress) -> Iterator[None]:
     """Ctrl-C once finishes the measurement in progress; twice stops at once."""
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -253,8 +259,8 @@ def describe(request: SweepRequest) -> dict[str, Any]:
         for index in range(request.spec.num_blocks)
     ]
     workload = Workload(spec=request.spec, blocks=tuple(blocks), replays=1, mix={}, source={})
-    active = _active_ratios(request, workload)
-    plan = _plan(request, {}, blocks, active)
+    active = usable_ratios(request, workload)
+    plan = plan_sweep(request, {}, blocks, active)
     described = plan.describe(prompt_tokens=length * prompts * len(blocks))
     return {
         "model": request.model,

@@ -1,0 +1,240 @@
+"""The table of a comparison: measurements in, one row per method out. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.profile import Estimate as Figure
+from vegas_tune.bench import counts_by_request
+from vegas_tune.laboratory import Measured
+from vegas_tune.measure import (
+    Estimate,
+    Unsteady,
+    accepted,
+    mean_ratio,
+    position_acceptance,
+    steady_steps,
+)
+from vegas_tune.method_rounds import SideBySide
+from vegas_tune.methods import PLAIN
+from vegas_tune.report_blocks import Table
+from vegas_tune.wording import estimate, setting, times
+
+NOT_MEASURED: Final = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRow:
+    """One method at its own best setting. A figure is None where it was not measured.
+
+    Attributes:
+        name: of the method; `plain` is plain decoding.
+        config: its setting; None when tuning found none.
+        note: why figures are missing; empty when none is.
+        tokens_per_iteration: tokens emitted per verification, bonus token included.
+        position_acceptance: P(draft i accepted, once those before it were).
+        selection_overhead: share of an iteration spent on selecting KV entries: the same drafts
+            with and without that work.
+        decode_tok_s: decode throughput, tokens per second, over the rounds.
+        vs_plain: throughput over plain decoding's, paired by round.
+        vs_best_other: throughput over that of the best other method, paired by round.
+        best_other: that method's name; empty without another.
+        tokens_at_one_gamma: tokens per iteration at the gamma that all methods share.
+    """
+
+    name: str
+    config: SpeculationConfig | None
+    note: str = ""
+    tokens_per_iteration: Estimate | None = None
+    position_acceptance: tuple[Estimate, ...] = ()
+    selection_overhead: Estimate | None = None
+    decode_tok_s: Estimate | None = None
+    vs_plain: Estimate | None = None
+    vs_best_other: Estimate | None = None
+    best_other: str = ""
+    tokens_at_one_gamma: Estimate | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        values: dict[str, Any] = dict(vars(self))
+        values["config"] = self.config.to_dict() if self.config is not None else None
+        values["position_acceptance"] = [each.to_dict() for each in self.position_acceptance]
+        return {
+            key: value.to_dict() if isinstance(value, Estimate) else value
+            for key, value in values.items()
+        }
+
+
+def method_rows(
+    settings: Mapping[str, SpeculationConfig | None],
+    plain: SpeculationConfig,
+    measured: SideBySide,
+    *,
+    why_no_overhead: str = "",
+) -> tuple[MethodRow, ...]:
+    """One row per method, fastest first, plain decoding last; untuned methods after those.
+
+    Args:
+        settings: each method's best setting; None where tuning found none.
+        plain: the gamma 0 setting.
+        measured: what was measured of those that have one.
+        why_no_overhead: why the cost of selecting is not among it; empty when it is.
+    """
+    logs = {
+        name: [math.log(found[name].figures.decode_tok_s.est) for found in measured.rounds]
+        for name in [*(name for name, config in settings.items() if config is not None), PLAIN]
+    }
+    known = len(measured.rounds) > 1
+    drafting = [name for name in logs if name != PLAIN]
+    if known:
+        drafting.sort(key=lambda name: -sum(logs[name]))
+    rows = [
+        _row(name, settings[name], logs, drafting, measured, why_no_overhead) for name in drafting
+    ]
+    rows.append(
+        MethodRow(
+            name=PLAIN,
+            config=plain,
+            note="" if known else _too_few(measured),
+            tokens_per_iteration=Estimate(est=1.0, low=1.0, high=1.0, n=1),
+            decode_tok_s=mean_ratio(logs[PLAIN]) if known else None,
+        )
+    )
+    rows += [
+        MethodRow(name=name, config=None, note="no setting that drafts could be measured")
+        for name, config in settings.items()
+        if config is None
+    ]
+    return tuple(rows)
+
+
+def _row(
+    name: str,
+    config: SpeculationConfig | None,
+    logs: Mapping[str, Sequence[float]],
+    fastest_first: Sequence[str],
+    measured: SideBySide,
+    why_no_overhead: str,
+) -> MethodRow:
+    known = len(measured.rounds) > 1
+    passes = [found[name] for found in measured.rounds]
+    other = next((each for each in fastest_first if each != name), "")
+    overhead = selection_overhead(measured.overhead.get(name, ()))
+    notes = [] if known else [_too_few(measured)]
+    if overhead is None:
+        notes.append(why_no_overhead or "the cost of selecting was not measured")
+    return MethodRow(
+        name=name,
+        config=config,
+        note="; ".join(notes),
+        tokens_per_iteration=tokens_per_iteration(passes),
+        position_acceptance=position_acceptance([(m.point.block, m.run) for m in passes]),
+        selection_overhead=overhead,
+        decode_tok_s=mean_ratio(logs[name]) if known else None,
+        vs_plain=_over(logs, name, PLAIN) if known else None,
+        vs_best_other=_over(logs, name, other) if known and other else None,
+        best_other=other if known else "",
+        tokens_at_one_gamma=tokens_per_iteration(measured.same_gamma.get(name, ())),
+    )
+
+
+def tokens_per_iteration(passes: Sequence[Measured]) -> Estimate | None:
+    """Tokens emitted per verification, bonus token included; None without passes that draft."""
+    counts = [one for one in counts_by_request(passes) if one]
+    return accepted(counts).shifted(1.0) if counts else None
+
+
+def selection_overhead(pairs: Sequence[tuple[Measured, Measured]]) -> Estimate | None:
+    """Share of an iteration that selecting costs.
+
+    Args:
+        pairs: the same drafts with and without selecting; fewer than two give None.
+    """
+    if len(pairs) < 2:
+        return None
+    logs = [math.log(_duration_s(without) / _duration_s(with_it)) for with_it, without in pairs]
+    rest = mean_ratio(logs)
+    # Selecting that costs nothing measurable may come out below zero: that is the noise.
+    return Estimate(est=1 - rest.est, low=1 - rest.high, high=1 - rest.low, n=rest.n)
+
+
+def _duration_s(measured: Measured) -> float:
+    steps = steady_steps(measured.run)
+    assert not isinstance(steps, Unsteady)
+    return sum(step.duration_s for step in steps)
+
+
+def _over(logs: Mapping[str, Sequence[float]], name: str, other: str) -> Estimate:
+    pairs = zip(logs[name], logs[other], strict=True)
+    return mean_ratio([one - base for one, base in pairs])
+
+
+def _too_few(measured: SideBySide) -> str:
+    return f"{len(measured.rounds)} complete rounds; 2 are needed for a figure with an interval"
+
+
+# --------------------------------------------------------------------------- words
+
+
+def main_table(rows: Sequence[MethodRow]) -> Table:
+    """The comparison as a table for readers."""
+    columns = (
+        "method", "setting", "tokens per iteration", "selection overhead", "decode tok/s",
+        "against plain", "against the best other", "note",
+    )  # fmt: skip
+    return Table(
+        columns=columns,
+        rows=tuple(
+            (
+                row.name,
+                setting(row.config) if row.config is not None else NOT_MEASURED,
+                _shown(row.tokens_per_iteration) if row.name != PLAIN else "1",
+                share(row.selection_overhead) if row.name != PLAIN else "",
+                _shown(row.decode_tok_s),
+                times(figure(row.vs_plain)) if row.name != PLAIN else "",
+                _best_other(row),
+                row.note,
+            )
+            for row in rows
+        ),
+        numeric=frozenset({2, 3, 4, 5, 6}),
+    )
+
+
+def position_table(rows: Sequence[MethodRow]) -> Table:
+    """P(draft i accepted, once those before it were), a column per position."""
+    longest = max((len(row.position_acceptance) for row in rows), default=0)
+    return Table(
+        columns=("method", *(f"draft {i}" for i in range(1, longest + 1))),
+        rows=tuple(
+            (row.name, *cells, *[""] * (longest - len(cells)))
+            for row in rows
+            if (cells := [_shown(each) for each in row.position_acceptance])
+        ),
+        numeric=frozenset(range(1, longest + 1)),
+    )
+
+
+def figure(value: Estimate | None) -> Figure | None:
+    """A measured estimate in the form that words are made from."""
+    if value is None:
+        return None
+    return Figure(est=value.est, low=value.low, high=value.high, n=value.n)
+
+
+def share(value: Estimate | None) -> str:
+    """A share with its interval: `5.9 % [5.1, 6.7]`."""
+    return estimate(figure(value.scaled(100.0)), "%") if value is not None else ""
+
+
+def _shown(value: Estimate | None) -> str:
+    return estimate(figure(value))
+
+
+def _best_other(row: MethodRow) -> str:
+    ratio = times(figure(row.vs_best_other))
+    return f"{ratio} ({row.best_other})" if ratio else ""
