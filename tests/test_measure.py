@@ -20,6 +20,7 @@ from vegas_tune.measure import (
     measure,
     phase_times,
     pool,
+    position_acceptance,
     request_counts,
     steady_steps,
     survival,
@@ -180,6 +181,29 @@ def test_request_counts_leave_the_warm_up_out_and_keep_the_tail() -> None:
         _step(accepted=(0, 0), drafted=0),
     ]
     assert request_counts(_run(steps)) == {0: Counts(1, 1), 1: Counts(4, 2)}
+
+
+def test_position_acceptance_counts_only_iterations_that_got_there() -> None:
+    steps = [_step(accepted=(0, 0))] + [_step(accepted=(3, 1)), _step(accepted=(0, 2))] * 2
+    values = position_acceptance([(0, _run(steps))])
+    # Without the warm-up the drafts accepted are 3, 1, 0 and 2, twice.
+    assert [value.est for value in values] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert all(value.low <= value.est <= value.high for value in values)
+    assert {value.n for value in values} == {2}
+
+
+def test_position_acceptance_ends_where_no_iteration_got() -> None:
+    steps = [_step(accepted=(3, 3))] + [_step(accepted=(1, 0))] * 4
+    assert [value.est for value in position_acceptance([(0, _run(steps))])] == [0.5, 0.0]
+    assert position_acceptance([(0, _run(steps, gamma=5))]) == ()
+    assert position_acceptance([]) == ()
+
+
+def test_position_acceptance_resamples_requests_and_not_iterations() -> None:
+    """Two texts, one easy and one hard: the interval spans both, however long they are."""
+    steps = [_step(accepted=(3, 0))] * 400
+    first, *_ = position_acceptance([(0, _run(steps))])
+    assert (first.low, first.est, first.high) == (0.0, 0.5, 1.0)
 
 
 def test_survival_ignores_drafts_cut_short() -> None:

@@ -186,21 +186,24 @@ def main_table(rows: Sequence[MethodRow]) -> Table:
         "method", "setting", "tokens per iteration", "selection overhead", "decode tok/s",
         "against plain", "against the best other", "note",
     )  # fmt: skip
+    cells = [
+        (
+            row.name,
+            setting(row.config) if row.config is not None else NOT_MEASURED,
+            _shown(row.tokens_per_iteration) if row.name != PLAIN else "1",
+            share(row.selection_overhead) if row.name != PLAIN else "",
+            _shown(row.decode_tok_s),
+            times(figure(row.vs_plain)) if row.name != PLAIN else "",
+            _best_other(row),
+            row.note,
+        )
+        for row in rows
+    ]
+    # The last column is for what is missing; usually nothing is.
+    shown = len(columns) if any(row.note for row in rows) else len(columns) - 1
     return Table(
-        columns=columns,
-        rows=tuple(
-            (
-                row.name,
-                setting(row.config) if row.config is not None else NOT_MEASURED,
-                _shown(row.tokens_per_iteration) if row.name != PLAIN else "1",
-                share(row.selection_overhead) if row.name != PLAIN else "",
-                _shown(row.decode_tok_s),
-                times(figure(row.vs_plain)) if row.name != PLAIN else "",
-                _best_other(row),
-                row.note,
-            )
-            for row in rows
-        ),
+        columns=columns[:shown],
+        rows=tuple(row[:shown] for row in cells),
         numeric=frozenset({2, 3, 4, 5, 6}),
     )
 
