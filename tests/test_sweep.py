@@ -15,7 +15,7 @@ from vegas_runtime.errors import BackendError, BudgetSpentError, NoValidTrialErr
 from vegas_tune.decide import Decision
 from vegas_tune.laboratory import Failed, Laboratory, Measured, MemoryStore, Outcome, RecordedLab
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, STEPS, VALIDATE, Plan, make_plan
-from vegas_tune.sweep import SweepResult, run_sweep
+from vegas_tune.sweep import SweepResult, run_search, run_sweep
 
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=32)
 # Virtual seconds: room for the search and some ten to twenty validation rounds of each shape.
@@ -219,6 +219,32 @@ def test_the_same_results_lead_to_the_same_decisions_byte_for_byte() -> None:
         assert _decisions(again) == _decisions(live)
         assert (again.status, again.selected) == (live.status, live.selected)
         assert again.spent_s == live.spent_s
+
+
+def test_a_search_takes_the_same_choice_and_leaves_validation_to_its_caller() -> None:
+    whole, alone = Bench(PLATEAU), Bench(PLATEAU)
+    result = whole.sweep()
+    search = run_search(alone.plan, alone.lab)
+    assert search.decisions == result.decisions[:-1]
+    assert {outcome.point.step for outcome in search.outcomes} == {SPARSITY, GAMMA, REFINE}
+    assert search.outcomes == result.outcomes[: len(search.outcomes)]
+    last = search.decisions[-1].chosen
+    assert search.chosen == alone.plan.config(
+        last["num_speculative_tokens"], last["sparsity_ratio"]
+    )
+    assert search.chosen in result.finalists
+    assert search.spent_s == alone.lab.spent_s <= 0.7 * alone.plan.budget_s
+
+
+def test_a_search_without_any_figure_has_no_choice() -> None:
+    def fail(config: SpeculationConfig, number: int) -> None:
+        if config.num_speculative_tokens:
+            raise MemoryError("out of memory")
+
+    bench = Bench(PLATEAU, faults=fail)
+    search = run_search(bench.plan, bench.lab)
+    assert search.chosen is None
+    assert len(search.measured()) == 1
 
 
 def test_a_replay_takes_the_same_budget_decisions() -> None:
