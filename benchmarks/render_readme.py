@@ -22,6 +22,7 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | `bench_synthetic` | how often the tuner is right, and unsure, where the optimum is known |
 | `bench_hint` | attention mass lost when scores are weighed against a stale normaliser |
 | `bench_kernel_path` | drafts accepted on the kernels' operations beside the reference path |
+| `bench_methods` | every selection method at an equal budget: accepted drafts (Figures 4 and 10a) |
 | `bench_kernels` | CUDA kernels beside FlashAttention-3 (see KERNEL_LOG.md) |
 
 Unless a case says otherwise the model is SmolLM2-135M.
@@ -32,6 +33,13 @@ LONG_CLAIMS = {
     "captured_vs_exact_by_depth",
     "first_i_drafts_accepted",
     "overlap",
+}
+# Claims that are shown as a grid of methods and settings where their rows name a method.
+GRIDS = {
+    "accepted_per_iteration": "Accepted drafts per iteration, bonus token excluded.",
+    "accepted_after_the_first_iteration": "The same without each request's first iteration, which "
+    "drafts by another rule in some methods (`sparse_spec`: densely).",
+    "accepted_minus_vegas": "Difference to `vegas`, paired by text.",
 }
 SHOWN_POSITIONS = (1, 3, 5, 7, 11, 15)
 
@@ -58,13 +66,38 @@ def render(name: str, document: dict[str, Any]) -> str:
         "| --- | --- | ---: | ---: | ---: | --- |",
     ]
     rows = document["rows"]
+    grids = "".join(grid(rows, claim, words) for claim, words in GRIDS.items())
+    if grids:
+        lines = [*lines[:4], grids, *lines[4:]]
     for row in rows:
-        if row["claim"] not in LONG_CLAIMS:
+        if row["claim"] not in LONG_CLAIMS and not (grids and row["claim"] in GRIDS):
             lines.append(
                 f"| {row['claim']} | {row['case']} | {cell(row['value'])} | {cell(row['low'])} "
                 f"| {cell(row['high'])} | {row['unit']} |"
             )
     return "\n".join([*lines, "", *positions(rows)])
+
+
+def grid(rows: list[dict[str, Any]], claim: str, words: str) -> str:
+    """One claim with a row per method and a column per setting; nothing without methods."""
+    table: dict[str, dict[str, str]] = {}
+    for row in rows:
+        setting, is_of_method, method = row["case"].partition(" method=")
+        if row["claim"] == claim and is_of_method:
+            shown = f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]"
+            table.setdefault(method, {})[setting] = shown
+    if not table:
+        return ""
+    settings = sorted({setting for cells in table.values() for setting in cells})
+    lines = [
+        words,
+        "",
+        "| method | " + " | ".join(settings) + " |",
+        "| --- |" + " ---: |" * len(settings),
+    ]
+    for method, cells in table.items():
+        lines.append(f"| {method} | " + " | ".join(cells.get(s, "") for s in settings) + " |")
+    return "\n".join([*lines, "", ""])
 
 
 def positions(rows: list[dict[str, Any]]) -> list[str]:
