@@ -238,16 +238,12 @@ def rows_of_setting(
 ) -> list[Row]:
     """Accepted drafts, how many fewer than the first method's, and acceptance by position."""
     own = by_text(row["accepted"], row["prompts"])
-    rows = [
-        estimate("accepted_per_iteration", case, own, f"drafts of {GAMMA}"),
-        # Some methods draft a request's first tokens by another rule (sparse_spec: densely).
-        estimate(
-            "accepted_after_the_first_iteration",
-            case,
-            by_text([lane[1:] for lane in row["accepted"]], row["prompts"]),
-            f"drafts of {GAMMA}",
-        ),
-    ]
+    rows = [estimate("accepted_per_iteration", case, own, f"drafts of {GAMMA}")]
+    # Some methods draft a request's first tokens by another rule (sparse_spec: densely).
+    later = by_text([lane[1:] for lane in row["accepted"]], row["prompts"])
+    if later := [text for text in later if text]:
+        claim = "accepted_after_the_first_iteration"
+        rows.append(estimate(claim, case, later, f"drafts of {GAMMA}"))
     if first is not None:
         base = by_text(first["accepted"], first["prompts"])
         rows.append(estimate("accepted_minus_vegas", case, own, "drafts", minus=base))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from vegas_runtime.engine.attention import windows_for_positions
 from vegas_runtime.engine.decoding import Decoder
 from vegas_runtime.engine.model import prefill
 from vegas_runtime.kernels.reference import Window
+from vegas_runtime.policies.sparse_spec import SparseSpecPolicy
 
 VOCABULARY: Final = 128
 PROMPT: Final = tiny_prompt(72, seed=3)
@@ -123,6 +124,8 @@ def p_value(decoded: Decoded, exact: ExactTexts) -> float:
         ("gpt_oss", "vegas"),
         ("gpt_oss", "streaming_llm"),
         ("gpt_oss", "quest"),
+        ("gpt_oss", "spec_extend"),
+        ("gpt_oss", "snapkv"),
         ("qwen3", "vegas"),
     ],
 )
@@ -131,6 +134,20 @@ def test_sampled_texts_have_the_exact_distribution(
 ) -> None:
     decoded = sample(architecture, VEGAS.replace(algorithm=algorithm), sampling)
     assert p_value(decoded, exact_texts(architecture, sampling)) > FALSE_ALARM_RATE
+    assert set(decoded.all_accepted) == {0, 1, 2, 3}
+
+
+@SAMPLINGS
+def test_sampled_texts_of_sparse_spec_have_the_exact_distribution(
+    sampling: SamplingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its dense first phase, which would last for all three tokens."""
+    own = SparseSpecPolicy._needs
+    monkeypatch.setattr(
+        SparseSpecPolicy, "_needs", lambda policy: replace(own(policy), dense_first_phase=False)
+    )
+    decoded = sample("gpt_oss", VEGAS.replace(algorithm="sparse_spec"), sampling)
+    assert p_value(decoded, exact_texts("gpt_oss", sampling)) > FALSE_ALARM_RATE
     assert set(decoded.all_accepted) == {0, 1, 2, 3}
 
 
