@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from synthetic import PLATEAU, Shape, SyntheticEngine, _lognormal
 
-from vegas_runtime.backend import PromptBlock
+from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.records import Run
@@ -47,6 +47,11 @@ class MethodsEngine(SyntheticEngine):
     shapes: Mapping[str, Shape] = field(default_factory=lambda: SHAPES)
     passes: list[tuple[str, int, float, int, int]] = field(default_factory=list)
     _recorded: tuple[SpeculationConfig, PromptBlock, int, int] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """The same model, whatever it was configured to last."""
+        return replace(super().info, model={"id": "synthetic", "config_sha256": "0" * 64})
 
     def configure(self, config: SpeculationConfig) -> None:
         if config.algorithm not in self.shapes:

@@ -14,7 +14,7 @@ from vegas_runtime.backend import Engine, PromptBlock, open_backend
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
 from vegas_runtime.records import replace_file
-from vegas_tune.methods import Method, parse_methods, slug
+from vegas_tune.methods import PLAIN, Method, parse_methods, slug
 from vegas_tune.plan import BUDGET_SHARES, REFINE, Plan
 from vegas_tune.request import SweepRequest
 from vegas_tune.tune import first_interrupt_finishes, plan_sweep, run_folder, usable_ratios
@@ -283,7 +283,13 @@ def _conclude(
         else f"the {engine.info.backend} engine cannot draft "
         "without selecting, so the cost of selecting was not measured",
     )
-    notes = [f"{row.name}: {row.note}" for row in rows if row.note]
+    # What this engine cannot measure is said in the table, and no reason to measure more.
+    missing = [
+        f"{row.name}: {row.note}"
+        for row in rows
+        if row.name != PLAIN
+        and (row.vs_plain is None or (can_skip and row.selection_overhead is None))
+    ]
     facts = {
         "model": engine.info.model,
         "device": engine.info.device,
@@ -294,8 +300,8 @@ def _conclude(
     side += [one for pairs in measured.overhead.values() for pair in pairs for one in pair]
     return MethodComparison(
         title=f"{num_methods} methods, {title_of(facts)}",
-        status="inconclusive" if notes else "complete",
-        reason="; ".join(notes) if notes else "every figure of the table was measured.",
+        status="inconclusive" if missing else "complete",
+        reason="; ".join(missing) if missing else "every method was measured.",
         facts=facts,
         rows=rows,
         figures=paper_figures(rows, searches, measured),

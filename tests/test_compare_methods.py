@@ -1,0 +1,188 @@
+"""A comparison of methods from end to end on a synthetic engine, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Shape, SyntheticEngine, make_blocks
+from synthetic_methods import SHAPES, MethodsEngine
+
+from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.errors import BudgetSpentError, ConfigError, NoValidTrialError
+from vegas_tune import compare_methods, figure_files
+from vegas_tune.compare_methods import CompareOutcome, CompareRequest
+from vegas_tune.progress import SweepProgress
+from vegas_tune.workload import Workload
+from vegas_tune.workload_spec import WorkloadSpec
+
+BLOCKS = make_blocks(3, sampling=SamplingConfig(temperature=0.6))
+OPTIONS: Mapping[str, Any] = {
+    "first": None, "second": None, "model": "synthetic", "methods": "vegas,streaming_llm,quest",
+    "gamma": "auto", "backend": "reference", "budget": "3h", "workload": "stdlib", "data": None,
+    "context": 4096, "batch": 8, "blocks": 3, "waiting": 0, "max_new_tokens": 128, "tokens": 800,
+    "rounds": 2, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "min_tokens": 32, "max_gamma": 10, "ratios": "0.03,0.05,0.1,0.25",
+    "gammas": None, "seed": 0, "dtype": "auto", "device": "auto", "new": False,
+}  # fmt: skip
+
+
+class Session:
+    """Runs comparisons of one folder on engines of its own making."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder = folder
+        self.engine: SyntheticEngine = MethodsEngine()
+        monkeypatch.setattr(
+            compare_methods, "open_backend", lambda *_, **__: (self.engine, "as asked for")
+        )
+        monkeypatch.setattr(
+            compare_methods,
+            "build_workload",
+            lambda *_, **__: Workload(
+                spec=WorkloadSpec(batch_size=8), blocks=BLOCKS, replays=1, mix={}, source={}
+            ),
+        )
+
+    def run(self, **options: Any) -> CompareOutcome:
+        request = CompareRequest.from_options({**OPTIONS, "run_dir": self.folder, **options})
+        return compare_methods.run(request, SweepProgress("the same command"))
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Session:
+    return Session(monkeypatch, tmp_path / "run")
+
+
+class Bare(SyntheticEngine):
+    """Cannot draft without selecting."""
+
+    def configure(self, config: SpeculationConfig) -> None:
+        super().configure(config)
+        self.shape = SHAPES[config.algorithm]
+
+
+def best_rate(shape: Shape, gammas: tuple[int, ...], ratios: tuple[float, ...]) -> float:
+    return max(shape.rate(gamma, ratio) for gamma in gammas for ratio in ratios)
+
+
+def test_every_method_is_tuned_for_itself(session: Session) -> None:
+    outcome = session.run()
+    assert outcome.exit_code == 0
+    assert outcome.comparison.status == "complete"
+    for row in outcome.comparison.rows[:-1]:
+        assert row.config is not None
+        shape = SHAPES[row.name]
+        best = best_rate(shape, (1, 2, 3, 4, 5, 7, 10), (0.03, 0.05, 0.1, 0.25))
+        own = shape.rate(row.config.num_speculative_tokens, row.config.sparsity_ratio)
+        # What the sweep promises of its choice.
+        assert own > 0.97 * best, row.name
+    rows = {row.name: row for row in outcome.comparison.rows}
+    # What selects in every draft step pays for each of them.
+    assert rows["quest"].selection_overhead.est > rows["vegas"].selection_overhead.est  # type: ignore[union-attr]
+    assert session.engine.is_closed
+
+
+def test_an_engine_that_cannot_skip_selection_leaves_one_column_empty(session: Session) -> None:
+    session.engine = Bare(SHAPES["vegas"])
+    outcome = session.run()
+    assert outcome.comparison.status == "complete"
+    for row in outcome.comparison.rows[:-1]:
+        assert row.selection_overhead is None
+        assert "cannot draft without selecting" in row.note
+        assert row.vs_plain is not None
+    assert "figure-10b" not in {each.key for each in outcome.comparison.figures}
+
+
+def test_time_that_runs_out_is_inconclusive_and_more_time_goes_on(session: Session) -> None:
+    outcome = session.run(budget="5m")
+    assert outcome.comparison.status == "inconclusive"
+    assert outcome.exit_code == 6
+    kept = len(session.engine.passes)  # type: ignore[attr-defined]
+    session.engine = MethodsEngine()
+    whole = session.run(budget="3h")
+    assert whole.comparison.status == "complete"
+    assert whole.comparison.num_measurements > kept
+
+
+def test_loading_and_prefilling_count_as_when_the_comparison_began(session: Session) -> None:
+    session.folder.mkdir(parents=True)
+    (session.folder / "setup.json").write_text(json.dumps({"setup_s": 700.0}))
+    with pytest.raises(BudgetSpentError, match="prefilled"):
+        session.run(budget="10m")
+
+
+def test_an_interruption_keeps_everything_and_says_how_to_go_on(session: Session) -> None:
+    def stop(config: SpeculationConfig, number: int) -> None:
+        if number == 60:
+            raise KeyboardInterrupt
+
+    session.engine = MethodsEngine(faults=stop)
+    with pytest.raises(KeyboardInterrupt, match="the same command"):
+        session.run()
+    setup = (session.folder / "setup.json").read_bytes()
+    kept = {path: path.read_bytes() for path in session.folder.rglob("*.z")}
+    assert len(kept) == 60
+    session.engine = MethodsEngine()
+    outcome = session.run()
+    assert outcome.comparison.status == "complete"
+    assert (session.folder / "setup.json").read_bytes() == setup
+    assert {path: path.read_bytes() for path in kept} == kept
+    first = (session.folder / "comparison.json").read_bytes()
+    session.engine = MethodsEngine()
+    session.run()
+    assert session.engine.passes == []
+    assert (session.folder / "comparison.json").read_bytes() == first
+
+
+def test_a_method_the_engine_lacks_is_refused_before_prefilling(session: Session) -> None:
+    with pytest.raises(ConfigError, match="snapkv"):
+        session.run(methods="vegas,snapkv")
+    assert session.engine.now_s() == 0.0
+    assert session.engine.is_closed
+    assert not session.folder.exists()
+
+
+def test_nothing_that_drafts_is_an_error(session: Session) -> None:
+    def fail(config: SpeculationConfig, number: int) -> None:
+        if config.num_speculative_tokens:
+            raise MemoryError("out of memory")
+
+    session.engine = MethodsEngine(faults=fail)
+    with pytest.raises(NoValidTrialError, match="of 3 methods none"):
+        session.run()
+
+
+def test_one_method_without_a_setting_leaves_the_others(session: Session) -> None:
+    def fail(config: SpeculationConfig, number: int) -> None:
+        if config.num_speculative_tokens and config.algorithm == "quest":
+            raise MemoryError("out of memory")
+
+    session.engine = MethodsEngine(faults=fail)
+    outcome = session.run()
+    rows = {row.name: row for row in outcome.comparison.rows}
+    assert rows["quest"].config is None
+    assert rows["vegas"].vs_plain is not None
+    assert outcome.comparison.status == "inconclusive"
+    assert "quest" in outcome.comparison.reason
+
+
+def test_without_matplotlib_the_report_still_holds_the_figures(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figure_files, "can_draw", lambda: False)
+    outcome = session.run()
+    assert [path.name for path in outcome.files] == ["comparison.json", "table.md", "report.html"]
+    assert "vegas-tune[demo]" in capsys.readouterr().err
+    assert "figure-8" in (session.folder / "report.html").read_text()
+
+
+def test_the_default_budget_is_one_sweep_per_method() -> None:
+    one = CompareRequest.from_options(
+        {**OPTIONS, "run_dir": None, "budget": None, "methods": "vegas"}
+    )
+    three = CompareRequest.from_options({**OPTIONS, "run_dir": None, "budget": None})
+    assert three.sweep.budget_s == 3 * one.sweep.budget_s
