@@ -1,0 +1,255 @@
+"""vLLM's real configuration code in a process of its own, on a made-up H200.
+
+vLLM binds its platform while it is imported, and the plugin changes classes of vLLM: neither may
+leak into other tests. Run as a script it reads one JSON order per line from standard input and
+answers each with one line; `VllmProcess` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Self
+
+ROOT: Final = Path(__file__).parent.parent
+LLAMA: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    """A model of which only the configuration exists."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
+    return str(folder)
+
+
+class Refused(Exception):  # noqa: N818 - an answer, not a fault of the process
+    """What vLLM or the plugin raised.
+
+    Attributes:
+        kind: its class name.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class VllmProcess:
+    """The other end of this script."""
+
+    def __init__(self, **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+                # Found by name it would be registered twice; the orders below register it.
+                "VLLM_PLUGINS": "",
+                # vLLM trusts Triton without a driver only where no GPU is visible yet.
+                "CUDA_VISIBLE_DEVICES": "",
+                "VLLM_LOGGING_PREFIX": "",
+                **environment,
+            },
+        )
+
+    def ask(self, order: str, **arguments: Any) -> Any:
+        """Have an order carried out.
+
+        Raises:
+            Refused: it raised there.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps([order, arguments]) + "\n")
+        stdin.flush()
+        while line := stdout.readline():
+            if line.startswith("ANSWER "):
+                answer = json.loads(line.removeprefix("ANSWER "))
+                if "refused" in answer:
+                    raise Refused(*answer["refused"])
+                return answer["value"]
+        raise AssertionError(f"the vLLM process ended with {self._process.wait()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait(timeout=60)
+
+
+# ------------------------------------------------------------------------- inside the process
+
+
+def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
+    """Make vLLM see one H200, or another NVIDIA GPU; its compiled modules are not loaded."""
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    from vllm import platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class FakeCuda(CudaPlatformBase):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(*capability)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H200"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return 141 << 30
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
+        @classmethod
+        def is_fully_connected(cls, device_ids: list[int]) -> bool:
+            return True
+
+    platforms._current_platform = FakeCuda()
+
+
+def engine_config(arguments: Mapping[str, Any], argv: list[str] | None = None) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    if argv is None:
+        args = EngineArgs(**arguments, skip_tokenizer_init=True)
+    else:
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        args = EngineArgs.from_cli_args(parser.parse_args([*argv, "--skip-tokenizer-init"]))
+    return args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """What the tests look at."""
+    from vegas_runtime.vllm_plugin.config import settings_of
+
+    settings, speculative = settings_of(config), config.speculative_config
+    graphs = config.compilation_config
+    described: dict[str, Any] = {
+        "worker_cls": config.parallel_config.worker_cls,
+        "hash": config.compute_hash(),
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "is_v2": config.use_v2_model_runner,
+        "capture_sizes": graphs.cudagraph_capture_sizes,
+        "max_capture_size": graphs.max_cudagraph_capture_size,
+        "cudagraph_mode": graphs.cudagraph_mode.name,
+        "backend": getattr(config.attention_config.backend, "name", None),
+        "num_lookahead_tokens": config.num_lookahead_tokens,
+        "additional_keys": sorted(config.additional_config),
+    }
+    if speculative is not None:
+        described["speculative"] = {
+            "method": speculative.method,
+            "num_speculative_tokens": speculative.num_speculative_tokens,
+            "schedule": speculative.num_speculative_tokens_per_batch_size,
+            "draft_sample_method": speculative.draft_sample_method,
+            "drafts_with_target": speculative.draft_model_config is config.model_config,
+        }
+    if settings is not None:
+        described["settings"] = {
+            "config": settings.config.to_dict(),
+            "gammas": settings.gammas,
+            "max_ratio": settings.max_ratio,
+            "collection": settings.collection,
+            "draft_attention": settings.draft_attention,
+        }
+    return described
+
+
+def serve(orders: Mapping[str, Callable[..., Any]]) -> None:
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            answer = {"value": orders[name](**arguments)}
+        except BaseException as error:
+            answer = {"refused": [type(error).__name__, str(error)]}
+        print("ANSWER " + json.dumps(answer), flush=True)  # noqa: T201 - the protocol
+
+
+def main() -> None:
+    capability = os.environ.get("FAKE_CAPABILITY")
+    if capability != "none":
+        pretend_cuda(tuple(map(int, (capability or "9.0").split("."))))  # type: ignore[arg-type]
+    from vegas_runtime.vllm_plugin import register
+
+    register()
+    loaded = sorted({name.split(".")[0] for name in sys.modules})
+
+    def build(arguments: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
+        return describe(engine_config(arguments, argv))
+
+    def pickled(arguments: dict[str, Any]) -> dict[str, Any]:
+        return describe(pickle.loads(pickle.dumps(engine_config(arguments))))
+
+    def twice(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        from vllm.engine.arg_utils import EngineArgs
+
+        args = EngineArgs(**arguments, skip_tokenizer_init=True)
+        return [describe(args.create_engine_config()) for _ in range(2)]
+
+    def warned(arguments: dict[str, Any]) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("vllm.vegas")
+        logger.addHandler(handler)
+        try:
+            engine_config(arguments)
+        finally:
+            logger.removeHandler(handler)
+        return lines
+
+    def lookup(table: list[list[int]], max_batch: int, most: int) -> list[int]:
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+        return build_dynamic_sd_schedule_lookup(table, max_batch, most)  # type: ignore[no-any-return]
+
+    serve(
+        {
+            "build": build,
+            "pickled": pickled,
+            "twice": twice,
+            "warned": warned,
+            "lookup": lookup,
+            "loaded": lambda: loaded,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
