@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
@@ -234,7 +235,7 @@ def test_every_gamma_has_a_graph_for_every_batch(
 def test_many_gammas_take_fewer_batches_but_never_more_than_half_padding() -> None:
     coarse = graph_batches(256, 11)
     assert len(coarse) == 16
-    assert all(after <= 2 * before for before, after in zip(coarse, coarse[1:], strict=False))
+    assert all(after <= 2 * before for before, after in itertools.pairwise(coarse))
     assert graph_batches(33, 11)[-2:] == [32, 33]
     assert len(graph_batches(256, 2)) == 35
 

@@ -7,6 +7,7 @@ answers each with one line; `VllmProcess` is the other end.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -107,14 +108,19 @@ class VllmProcess:
 # ------------------------------------------------------------------------- inside the process
 
 
-def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
-    """Make vLLM see one H200, or another NVIDIA GPU; its compiled modules are not loaded."""
+def pretend_cuda(capability: tuple[int, int], *, is_nvidia: bool) -> None:
+    """Make vLLM see eight H200, or other GPUs; its compiled modules are not loaded."""
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     from vllm import platforms
     from vllm.platforms.cuda import CudaPlatformBase
-    from vllm.platforms.interface import DeviceCapability
+    from vllm.platforms.interface import DeviceCapability, PlatformEnum
 
     class FakeCuda(CudaPlatformBase):
+        _enum = PlatformEnum.CUDA if is_nvidia else PlatformEnum.OOT
+
+        def is_cumem_allocator_available(self) -> bool:
+            return True
+
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
             return DeviceCapability(*capability)
@@ -136,6 +142,31 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> None:
             return True
 
     platforms._current_platform = FakeCuda()
+
+
+def know_models() -> None:
+    """Tell vLLM what its model classes support, instead of importing each with its kernels."""
+    from vllm.model_executor.models import registry
+
+    plain: dict[str, Any] = {
+        field.name: False for field in dataclasses.fields(registry._ModelInfo)
+    } | {
+        "is_text_generation_model": True,
+        "attn_type": "decoder",
+        "default_seq_pooling_type": "LAST",
+        "default_tok_pooling_type": "ALL",
+        "score_type": "bi-encoder",
+        "supports_pp": True,
+        "supports_lora": True,
+        "supported_video_pruning_methods": (),
+    }
+    special = {"MambaForCausalLM": {"is_attention_free": True, "has_inner_state": True}}
+
+    def inspect(model: Any) -> Any:
+        name = model.class_name
+        return registry._ModelInfo(**{**plain, "architecture": name, **special.get(name, {})})
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect
 
 
 def engine_config(arguments: Mapping[str, Any], argv: list[str] | None = None) -> Any:
@@ -202,9 +233,9 @@ def serve(orders: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def main() -> None:
-    capability = os.environ.get("FAKE_CAPABILITY")
-    if capability != "none":
-        pretend_cuda(tuple(map(int, (capability or "9.0").split("."))))  # type: ignore[arg-type]
+    major, minor = map(int, os.environ.get("FAKE_CAPABILITY", "9.0").split("."))
+    pretend_cuda((major, minor), is_nvidia="FAKE_OTHER_VENDOR" not in os.environ)
+    know_models()
     from vegas_runtime.vllm_plugin import register
 
     register()
