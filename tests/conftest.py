@@ -4,9 +4,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
 from vegas_runtime.errors import ModelError
+
+# Without a GPU Triton's kernels run in its interpreter, which is chosen when they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,140 @@
+"""Which implementation collects and which one drafts, and why: the rule behind "auto".
+
+Collection must cost less than the pass it saves, so the order is by measured time on one H200
+(`benchmarks/bench_collection.py`); what cannot run is skipped, and the reason is kept for
+`vegas-tune doctor`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from vegas_runtime.errors import ConfigError
+from vegas_runtime.kernels import build, ops
+from vegas_runtime.vllm_plugin.draft_attention import (
+    DraftPath,
+    FlashDraft,
+    KernelDraft,
+    TritonDraft,
+    multiprocessors,
+)
+from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.verification import (
+    FlashVerify,
+    Scoring,
+    TritonVerify,
+    VerifyPath,
+)
+
+VERIFY_PATHS: Final = ("fa3", "triton")
+DRAFT_PATHS: Final = ("fa3", "kernel", "triton")
+
+
+def choose_verify(
+    asked: str, shape: AttentionShape, limits: Limits, device: torch.device
+) -> tuple[str, str]:
+    """The collection path and why.
+
+    Raises:
+        ConfigError: the path asked for cannot run here.
+    """
+    refusals = {"fa3": why_not_fa3(device), "triton": None}
+    return _choose("collection", asked, VERIFY_PATHS, refusals)
+
+
+def choose_draft(
+    asked: str, shape: AttentionShape, limits: Limits, device: torch.device
+) -> tuple[str, str]:
+    """The draft attention and why.
+
+    Raises:
+        ConfigError: the path asked for cannot run here.
+    """
+    refusals = {
+        "kernel": why_not_kernel(shape, device),
+        "fa3": why_not_fa3(device),
+        "triton": None,
+    }
+    return _choose("draft_attention", asked, DRAFT_PATHS, refusals)
+
+
+def _choose(
+    knob: str, asked: str, order: tuple[str, ...], refusals: dict[str, str | None]
+) -> tuple[str, str]:
+    if asked == "auto":
+        skipped: list[str] = []
+        for path in order:
+            if refusals[path] is None:
+                why = "; ".join(f"{name}: {refusals[name]}" for name in skipped)
+                return path, f"fastest that runs here{f' ({why})' if why else ''}"
+            skipped.append(path)
+        raise AssertionError("triton always runs")
+    if asked not in refusals:
+        raise ConfigError(
+            f"`sparse_attn_{knob}` is {asked!r}; auto, {', '.join(order)} are supported."
+        )
+    if refusals[asked] is not None:
+        raise ConfigError(
+            f"`sparse_attn_{knob}` is {asked!r}, which cannot run here: {refusals[asked]}.",
+            hint="Use 'auto'.",
+        )
+    return asked, "asked for"
+
+
+def why_not_fa3(device: torch.device) -> str | None:
+    """Why FlashAttention-3 cannot run; None when it can."""
+    if device.type != "cuda":
+        return f"tensors are on {device.type}"
+    from vllm.v1.attention.backends.fa_utils import (  # type: ignore[import-not-found,unused-ignore]
+        is_flash_attn_varlen_func_available,
+    )
+    from vllm.vllm_flash_attn.flash_attn_interface import (  # type: ignore[import-not-found,unused-ignore]
+        fa_version_unsupported_reason,
+        is_fa_version_supported,
+    )
+
+    if not is_flash_attn_varlen_func_available():
+        return "this vLLM has no FlashAttention"
+    return None if is_fa_version_supported(3) else str(fa_version_unsupported_reason(3))
+
+
+def why_not_kernel(shape: AttentionShape, device: torch.device) -> str | None:
+    """Why the compiled sparse attention cannot run; None when it can."""
+    if device.type != "cuda":
+        return None  # the operations' reference runs
+    reason = build.unavailable_reason()
+    if reason is not None:
+        return reason
+    probe = torch.empty((1, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=device)
+    return ops.why_not_cuda(probe, group=shape.num_heads // shape.num_kv_heads)
+
+
+def flash_attention() -> Any:
+    """`flash_attn_varlen_func` as vLLM ships it."""
+    from vllm.v1.attention.backends.fa_utils import (  # type: ignore[import-not-found,unused-ignore]
+        flash_attn_varlen_func,
+    )
+
+    return flash_attn_varlen_func
+
+
+def make_verify(
+    path: str, shape: AttentionShape, limits: Limits, device: torch.device, *, scoring: Scoring
+) -> VerifyPath:
+    """The collection path of that name."""
+    if path == "fa3":
+        return FlashVerify(shape, scoring=scoring, attend=flash_attention())
+    return TritonVerify(
+        shape, limits, scoring=scoring, units=multiprocessors(device), device=device
+    )
+
+
+def make_draft(path: str, shape: AttentionShape, limits: Limits, device: torch.device) -> DraftPath:
+    """The draft attention of that name."""
+    if path == "fa3":
+        return FlashDraft(shape, limits, device, attend=flash_attention())
+    if path == "kernel":
+        return KernelDraft(shape, limits, device)
+    return TritonDraft(shape, limits, device)

@@ -1,0 +1,238 @@
+"""Triton: each request's k highest codes as ascending units, lowest position first among equals.
+
+A code is one byte, so a histogram of 256 bins finds the threshold in one pass, at any length:
+
+1. `_count_kernel`: a program counts the codes of one chunk of one row (layer, request[, head]).
+2. `_threshold_kernel`: a program per row adds the chunks up, finds the code of the k-th entry, and
+   how many entries above and at it lie before each chunk.
+3. `_write_kernel`: a program per chunk writes its kept entries where they belong.
+
+Only integer additions meet, so two runs agree. Grids cover the longest context; chunks beyond a
+request's candidates end at once. Limit: memory bandwidth, each code read twice.
+
+A *unit* is what the draft attention addresses an entry by: block * block_units + offset *
+token_units + head * head_units. With block_units the block size and token_units 1 it is the slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """How draft attention addresses KV entries.
+
+    Attributes:
+        block: units from one block to the next.
+        token: units from one token of a block to the next.
+        head: units from one KV head of a token to the next; 0 where lists hold no heads.
+    """
+
+    block: int
+    token: int = 1
+    head: int = 0
+
+
+@triton.jit
+def _count_kernel(
+    codes,
+    candidates,
+    histograms,
+    codes_layer,
+    codes_request,
+    codes_head,
+    batch,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    b = row // HEADS % batch
+    left = tl.load(candidates + b) - chunk * CHUNK
+    if left <= 0:
+        return
+    source = (
+        codes
+        + (row // HEADS // batch).to(tl.int64) * codes_layer
+        + b.to(tl.int64) * codes_request
+        + (row % HEADS) * codes_head
+        + chunk * CHUNK
+    )
+    offsets = tl.arange(0, CHUNK)
+    values = tl.load(source + offsets, mask=offsets < left, other=0).to(tl.int32)
+    bins = tl.arange(0, 256)
+    counts = tl.histogram(values, 256)
+    # Offsets behind the last candidate were counted as zeros.
+    counts -= tl.where(bins == 0, CHUNK - tl.minimum(left, CHUNK), 0)
+    place = row.to(tl.int64) * tl.num_programs(1) + chunk
+    tl.store(histograms + place * 256 + bins, counts)
+
+
+@triton.jit
+def _threshold_kernel(
+    histograms,
+    candidates,
+    counts,
+    plan,
+    batch,
+    max_chunks,
+    HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    b = row // HEADS % batch
+    end = tl.load(candidates + b)
+    if end <= 0:
+        return
+    wanted = tl.load(counts + b)
+    chunks = tl.cdiv(end, CHUNK)
+    bins = tl.arange(0, 256)
+    first = row.to(tl.int64) * max_chunks
+    total = tl.zeros([256], tl.int32)
+    for chunk in range(chunks):
+        total += tl.load(histograms + (first + chunk) * 256 + bins)
+    below = tl.cumsum(total, axis=0)  # entries with this code or a lower one
+    at_least = end - below + total
+    threshold = tl.max(tl.where(at_least >= wanted, bins, 0), axis=0)
+    above = tl.sum(tl.where(bins > threshold, total, 0), axis=0)
+    quota = wanted - above
+
+    above_before = above * 0
+    equal_before = above * 0
+    for chunk in range(chunks):
+        own = tl.load(histograms + (first + chunk) * 256 + bins)
+        target = plan + (first + chunk) * 4
+        tl.store(target, threshold)
+        tl.store(target + 1, quota)
+        tl.store(target + 2, above_before)
+        tl.store(target + 3, equal_before)
+        above_before += tl.sum(tl.where(bins > threshold, own, 0), axis=0)
+        equal_before += tl.sum(tl.where(bins == threshold, own, 0), axis=0)
+
+
+@triton.jit
+def _write_kernel(
+    codes,
+    candidates,
+    plan,
+    block_table,
+    lists,
+    codes_layer,
+    codes_request,
+    codes_head,
+    table_row,
+    lists_layer,
+    lists_request,
+    lists_head,
+    batch,
+    block_units,
+    token_units,
+    head_units,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    head = row % HEADS
+    b = row // HEADS % batch
+    layer = (row // HEADS // batch).to(tl.int64)
+    left = tl.load(candidates + b) - chunk * CHUNK
+    if left <= 0:
+        return
+    own = plan + (row.to(tl.int64) * tl.num_programs(1) + chunk) * 4
+    threshold = tl.load(own)
+    quota = tl.load(own + 1)
+    above_before = tl.load(own + 2)
+    equal_before = tl.load(own + 3)
+
+    offsets = tl.arange(0, CHUNK)
+    inside = offsets < left
+    source = codes + layer * codes_layer + b.to(tl.int64) * codes_request + head * codes_head
+    values = tl.load(source + chunk * CHUNK + offsets, mask=inside, other=0).to(tl.int32)
+    equal = ((values == threshold) & inside).to(tl.int32)
+    equal_rank = equal_before + tl.cumsum(equal, axis=0) - equal
+    keep = (values > threshold) & inside | ((equal > 0) & (equal_rank < quota))
+    kept = keep.to(tl.int32)
+    place = above_before + tl.minimum(equal_before, quota) + tl.cumsum(kept, axis=0) - kept
+
+    tokens = chunk * CHUNK + offsets
+    block = tl.load(block_table + b * table_row + tokens // BLOCK_SIZE, mask=keep, other=0)
+    unit = block * block_units + tokens % BLOCK_SIZE * token_units + head * head_units
+    target = lists + layer * lists_layer + b.to(tl.int64) * lists_request + head * lists_head
+    tl.store(target + place, unit, mask=keep)
+
+
+class Selector:
+    """Top-k of codes with its scratch memory.
+
+    Args:
+        rows: most rows (layers x requests x lists each) of one call.
+        max_len: longest context.
+        device: where.
+    """
+
+    def __init__(self, *, rows: int, max_len: int, device: torch.device) -> None:
+        self._chunks = -(-max_len // CHUNK)
+        self._histograms = torch.empty((rows * self._chunks, 256), dtype=torch.int32, device=device)
+        self._plan = torch.empty((rows * self._chunks, 4), dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._histograms.nbytes + self._plan.nbytes
+
+    def select(
+        self,
+        codes: Tensor,
+        *,
+        candidates: Tensor,
+        counts: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        units: Units,
+        lists: Tensor,
+    ) -> None:
+        """Write each row's `counts` best entries.
+
+        Args:
+            codes: [R, B, 1 or Hkv, n] uint8.
+            candidates: [B] int32 scored entries; at most `max_len`.
+            counts: [B] int32 entries kept, 0 <= counts <= candidates.
+            block_table: [B, blocks] int32.
+            block_size: tokens per block.
+            units: what is written for an entry.
+            lists: [R, B, 1 or Hkv, capacity] int32, written up to `counts`.
+        """
+        R, B, heads, _ = codes.shape
+        rows = R * B * heads
+        if rows == 0:
+            return
+        shared = {"HEADS": heads, "CHUNK": CHUNK}
+        strides = codes.stride()[:3]
+        grid = (rows, self._chunks)
+        _count_kernel[grid](codes, candidates, self._histograms, *strides, B, **shared, num_warps=4)
+        _threshold_kernel[(rows,)](
+            *(self._histograms, candidates, counts, self._plan, B, self._chunks),
+            **shared,
+            num_warps=4,
+        )
+        _write_kernel[grid](
+            *(codes, candidates, self._plan, block_table, lists),
+            *strides,
+            block_table.stride(0),
+            *lists.stride()[:3],
+            *(B, units.block, units.token, units.head),
+            BLOCK_SIZE=block_size,
+            **shared,
+            num_warps=8,
+        )
