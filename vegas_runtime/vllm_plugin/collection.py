@@ -57,7 +57,6 @@ METHODS: Final[dict[str, Lists]] = {
 # What one collector can switch between while running; the flag on the device is the index.
 _SWITCHABLE: Final = ("vegas", "streaming_llm")
 _CODES_SHARE: Final = 0.02
-_UNIT: Final = 64  # tokens; score rows are padded to a multiple
 
 
 class Collector:
@@ -114,8 +113,10 @@ class Collector:
         row_set = config.rows if self._lists_from == "scores" else ROW_SETS[0]
         self._row_set = torch.full((1,), ROW_SETS.index(row_set), **flags)
         scoring = Scoring(row_set=self._row_set, scale=shape.scale)
-        self.path, self.reason = paths.choose_verify(path, shape, limits, device)
-        self._verify = paths.make_verify(self.path, shape, limits, device, scoring=scoring)
+        self.path, self.reason = paths.choose_verify(path, shape, limits, device, rows=config.rows)
+        self._verify = paths.make_verify(
+            self.path, shape, limits, device, scoring=scoring, per_head=self._per_head
+        )
         self.draft_path, self.draft_reason = paths.choose_draft(draft_path, shape, limits, device)
         self._draft = paths.make_draft(self.draft_path, shape, limits, device)
         self._scoring = scoring
@@ -129,17 +130,20 @@ class Collector:
         shape, limits = self._shape, self._limits
         B, heads = limits.max_batch, shape.num_kv_heads if self._per_head else 1
         ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        rows, candidates, counts, tail_start = torch.zeros((4, B), **ints)
+        rows, candidates, counts, tail_start, row_mask = torch.zeros((5, B), **ints)
         self._lengths = StepLengths(
-            rows=rows, candidates=candidates, counts=counts, tail_start=tail_start
+            rows=rows,
+            candidates=candidates,
+            counts=counts,
+            tail_start=tail_start,
+            row_mask=row_mask,
         )
-        self._draft_lse = torch.zeros((B, shape.num_heads), device=self._device)
         used = torch.zeros(B * heads, **ints)
         self._codes: Tensor | None = None
         self._selector: Selector | None = None
         pages = None
         if self._lists_from == "scores":
-            width = -(-limits.max_len // _UNIT) * _UNIT
+            width = limits.padded_len
             layers = shape.num_layers
             if layers * B * heads * width > _CODES_SHARE * _device_bytes(self._device):
                 layers = 1
@@ -166,8 +170,8 @@ class Collector:
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
         lists, lengths = self._lists, self._lengths
-        tensors = [lists.entries, lists.used, lists.pages, self._codes, self._draft_lse]
-        held = sum(t.nbytes for t in tensors if t is not None) + 4 * lengths.rows.nbytes
+        tensors = [lists.entries, lists.used, lists.pages, self._codes]
+        held = sum(t.nbytes for t in tensors if t is not None) + 5 * lengths.rows.nbytes
         held += 0 if self._selector is None else self._selector.num_bytes
         return held + self._verify.num_bytes + self._draft.num_bytes
 
@@ -211,6 +215,12 @@ class Collector:
             ConfigError: a row set that is known only after acceptance.
         """
         check_rows(rows)
+        if self.path == "fused_exact" and rows != "two":
+            raise ConfigError(
+                f"`rows` is {rows!r}; an engine started with collection 'fused_exact' scores rows "
+                "'two' only.",
+                hint="Start it with `sparse_attn_collection` 'fused'.",
+            )
         self._row_set.fill_(ROW_SETS.index(rows))
 
     def check_budget(self, sparsity_ratio: float, min_tokens: int) -> None:
@@ -265,7 +275,8 @@ class Collector:
             budgets: [B] int32 entries to keep; cut to what is there and to `max_budget`.
             rows: [B] int32 rows of each verify block, at the end of the request's range: drafts
                 + 1, or 1 for a prompt's last chunk. None: every row of the range.
-            request_ids: [B] persistent request states; unused on this path.
+            request_ids: [B] persistent request states, -1 for padding; the fused path needs
+                them.
         """
         B = seq_lens.shape[0]
         lengths = self._lengths.part(0, B)
@@ -275,19 +286,22 @@ class Collector:
             given_rows=rows,
             budgets=budgets,
             algorithm=self._algorithm,
+            row_set=self._row_set,
             capacity=self.max_budget,
             rows=lengths.rows,
             candidates=lengths.candidates,
             counts=lengths.counts,
             tail_start=lengths.tail_start,
+            row_mask=lengths.row_mask,
         )
+        self._verify.begin_step(seq_lens=seq_lens, query_start=query_start, request_ids=request_ids)
         if self.collects and self._draft.with_tail:
             append_tails(
                 counts=lengths.counts,
                 tail_start=lengths.tail_start,
                 block_table=block_table,
                 block_size=self._shape.block_size,
-                units=self._bound(),
+                units=self.units,
                 length=self._limits.tail,
                 lists=self._lists.entries[:, :B],
             )
@@ -372,6 +386,7 @@ class Collector:
         codes = self._layer_codes(layer, first, B)
         if codes is None or B == 0:
             return
+        self._verify.remember(layer, lse.T, query_start, first=first)
         self._scoring(
             q,
             k,
@@ -427,7 +442,7 @@ class Collector:
                 min_tokens=self._min_tokens,
                 block_table=block_table,
                 block_size=self._shape.block_size,
-                units=self._bound(),
+                units=self.units,
                 with_tail=self._draft.with_tail,
                 lists=lists.entries,
                 counts=lists.counts,
@@ -471,7 +486,7 @@ class Collector:
             block_table=block_table,
             seq_lens=seq_lens,
             out=out,
-            lse=self._draft_lse[:B],
+            lse=self._verify.draft_lse(layer, B),
             sinks=sinks,
         )
 
@@ -487,7 +502,9 @@ class Collector:
         """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
         return self._layer_codes(layer, 0, batch)
 
-    def _bound(self) -> Units:
+    @property
+    def units(self) -> Units:
+        """How list entries are addressed in the bound cache."""
         assert self._units is not None, "bind() comes before the first step"
         return self._units
 
@@ -513,7 +530,7 @@ class Collector:
             counts=lengths.counts,
             block_table=block_table,
             block_size=self._shape.block_size,
-            units=self._bound(),
+            units=self.units,
             lists=self._lists.entries[layers, first : first + B],
         )
 

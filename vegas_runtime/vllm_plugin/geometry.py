@@ -60,6 +60,11 @@ class Limits:
         return min(asked, self.max_len)
 
     @property
+    def padded_len(self) -> int:
+        """Tokens of a score row: whole units of 64, as kernels write them."""
+        return -(-self.max_len // 64) * 64
+
+    @property
     def tail(self) -> int:
         """Tokens that can follow row 0's while drafting: accepted ones and new drafts."""
         return 2 * (self.max_rows - 1)

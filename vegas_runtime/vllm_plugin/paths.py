@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from vegas_runtime.config import Rows
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.kernels import build, ops
 from vegas_runtime.vllm_plugin.draft_attention import (
@@ -20,6 +21,7 @@ from vegas_runtime.vllm_plugin.draft_attention import (
     TritonDraft,
     multiprocessors,
 )
+from vegas_runtime.vllm_plugin.fused import FusedVerify
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.verification import (
     FlashVerify,
@@ -28,19 +30,26 @@ from vegas_runtime.vllm_plugin.verification import (
     VerifyPath,
 )
 
-VERIFY_PATHS: Final = ("fa3", "triton")
+VERIFY_PATHS: Final = ("fused", "fused_exact", "fa3", "triton")
 DRAFT_PATHS: Final = ("fa3", "kernel", "triton")
 
 
 def choose_verify(
-    asked: str, shape: AttentionShape, limits: Limits, device: torch.device
+    asked: str, shape: AttentionShape, limits: Limits, device: torch.device, *, rows: Rows
 ) -> tuple[str, str]:
     """The collection path and why.
 
     Raises:
         ConfigError: the path asked for cannot run here.
     """
-    refusals = {"fa3": why_not_fa3(device), "triton": None}
+    why_not = why_not_fused(shape, limits, device)
+    exact_only = f"exact scores are of rows 'two', not {rows!r}" if rows != "two" else None
+    refusals = {
+        "fused": why_not,
+        "fused_exact": why_not or exact_only,
+        "fa3": why_not_fa3(device),
+        "triton": None,
+    }
     return _choose("collection", asked, VERIFY_PATHS, refusals)
 
 
@@ -100,15 +109,32 @@ def why_not_fa3(device: torch.device) -> str | None:
     return None if is_fa_version_supported(3) else str(fa_version_unsupported_reason(3))
 
 
+def why_not_fused(shape: AttentionShape, limits: Limits, device: torch.device) -> str | None:
+    """Why the collecting kernel cannot run; None when it can."""
+    group = shape.num_heads // shape.num_kv_heads
+    if limits.max_rows > ops.MAX_QUERIES:
+        return f"{limits.max_rows} verify rows; the kernel takes {ops.MAX_QUERIES}"
+    if limits.max_rows * group > ops.MAX_COLLECTED_ROWS:
+        return (
+            f"{limits.max_rows} verify rows of {group} heads; the kernel collects from "
+            f"{ops.MAX_COLLECTED_ROWS} in all"
+        )
+    return _why_not_compiled(shape, device, group=1)
+
+
 def why_not_kernel(shape: AttentionShape, device: torch.device) -> str | None:
     """Why the compiled sparse attention cannot run; None when it can."""
+    return _why_not_compiled(shape, device, group=shape.num_heads // shape.num_kv_heads)
+
+
+def _why_not_compiled(shape: AttentionShape, device: torch.device, *, group: int) -> str | None:
     if device.type != "cuda":
         return None  # the operations' reference runs
     reason = build.unavailable_reason()
     if reason is not None:
         return reason
     probe = torch.empty((1, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=device)
-    return ops.why_not_cuda(probe, group=shape.num_heads // shape.num_kv_heads)
+    return ops.why_not_cuda(probe, group=group)
 
 
 def flash_attention() -> Any:
@@ -121,11 +147,21 @@ def flash_attention() -> Any:
 
 
 def make_verify(
-    path: str, shape: AttentionShape, limits: Limits, device: torch.device, *, scoring: Scoring
+    path: str,
+    shape: AttentionShape,
+    limits: Limits,
+    device: torch.device,
+    *,
+    scoring: Scoring,
+    per_head: bool,
 ) -> VerifyPath:
     """The collection path of that name."""
+    if path in ("fused", "fused_exact"):
+        return FusedVerify(
+            shape, limits, per_head=per_head, exact=path == "fused_exact", device=device
+        )
     if path == "fa3":
-        return FlashVerify(shape, scoring=scoring, attend=flash_attention())
+        return FlashVerify(shape, limits, scoring=scoring, attend=flash_attention(), device=device)
     return TritonVerify(
         shape, limits, scoring=scoring, units=multiprocessors(device), device=device
     )

@@ -25,10 +25,12 @@ def _step_kernel(
     given_rows,
     budgets,
     algorithm,
+    row_set,
     rows,
     candidates,
     counts,
     tail_start,
+    row_mask,
     capacity,
     HAS_ROWS: tl.constexpr,
 ):
@@ -44,6 +46,14 @@ def _step_kernel(
     tl.store(candidates + b, scored)
     tl.store(counts + b, tl.maximum(budget, 0))
     tl.store(tail_start + b, scored)
+    last = own - 1
+    chosen = tl.load(row_set)
+    steps = tl.where(chosen == 2, last, tl.minimum(chosen + 1, last))
+    mask = 0
+    if span <= 32:
+        for i in range(0, steps + 1):
+            mask |= 1 << (span - own + i * last // tl.maximum(steps, 1))
+    tl.store(row_mask + b, mask)
 
 
 def step_lengths(
@@ -53,11 +63,13 @@ def step_lengths(
     given_rows: Tensor | None,
     budgets: Tensor,
     algorithm: Tensor,
+    row_set: Tensor,
     capacity: int,
     rows: Tensor,
     candidates: Tensor,
     counts: Tensor,
     tail_start: Tensor,
+    row_mask: Tensor,
 ) -> None:
     """Lengths of one verify step: candidates are the tokens up to row 0's own.
 
@@ -67,17 +79,20 @@ def step_lengths(
         given_rows: [B] int32 rows of the verify block, or None for every row.
         budgets: [B] int32 entries to keep.
         algorithm: [1] int32; unless 0, nothing is scored.
+        row_set: [1] int32 index into `triton_score.ROW_SETS`.
         capacity: entries a list holds.
         rows: [B] int32, written; 0 for padding and where nothing is scored.
         candidates: [B] int32, written.
         counts: [B] int32, written: entries that will be kept.
         tail_start: [B] int32, written: first token that could not be scored.
+        row_mask: [B] int32, written: bit i for row i of the request's range, if collected; ranges
+            of more than 32 rows have none.
     """
     if seq_lens.shape[0] == 0:
         return
     _step_kernel[(seq_lens.shape[0],)](
         *(seq_lens, query_start, query_start if given_rows is None else given_rows, budgets),
-        *(algorithm, rows, candidates, counts, tail_start, capacity),
+        *(algorithm, row_set, rows, candidates, counts, tail_start, row_mask, capacity),
         HAS_ROWS=given_rows is not None,
         num_warps=1,
     )

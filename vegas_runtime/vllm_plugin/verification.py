@@ -1,10 +1,12 @@
 """Full attention of a verify step, with one score byte per token and list left behind.
 
+    fused     one pass, with hints or exact: `fused.py`
     fa3       the engine's own FlashAttention-3 call, which also returns the normalisers; a second
               pass over K scores the collected rows
     triton    the same two passes in Triton: any GPU from sm_80 on
 
-Both score with the true normalisers, so they agree up to rounding.
+The last two score with the true normalisers, so they agree up to rounding; fused collection
+weighs against normalisers known beforehand.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ class StepLengths:
         candidates: tokens that are scored.
         counts: entries that will be kept.
         tail_start: first token that could not be scored.
+        row_mask: bit i is set where row i of the request's range is collected.
     """
 
     rows: Tensor
     candidates: Tensor
     counts: Tensor
     tail_start: Tensor
+    row_mask: Tensor
 
     def part(self, first: int, batch: int) -> StepLengths:
         """Requests first .. first + batch - 1."""
@@ -44,6 +48,7 @@ class StepLengths:
             candidates=self.candidates[chosen],
             counts=self.counts[chosen],
             tail_start=self.tail_start[chosen],
+            row_mask=self.row_mask[chosen],
         )
 
 
@@ -63,9 +68,26 @@ class EngineCall:
 
 
 class VerifyPath(Protocol):
-    """One way to run full attention and to score."""
+    """One way to run full attention and to score.
 
-    num_bytes: int
+    Attributes:
+        num_bytes: memory held.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+
+    def begin_step(
+        self, *, seq_lens: Tensor, query_start: Tensor, request_ids: Tensor | None
+    ) -> None:
+        """Once per verify step, before its first layer."""
+
+    def remember(self, layer: int, lse: Tensor, query_start: Tensor, *, first: int) -> None:
+        """Take note of normalisers [T, H] that came from elsewhere."""
+
+    def draft_lse(self, layer: int, batch: int) -> Tensor:
+        """Where a layer's draft attention may leave its normalisers: [batch, H] float32."""
 
     def verify(
         self,
@@ -125,18 +147,51 @@ class Scoring:
         )
 
 
-class FlashVerify:
+class _ExactScoring:
+    """What paths that score with the true normalisers share: they need nothing beforehand."""
+
+    def __init__(self, shape: AttentionShape, limits: Limits, device: torch.device) -> None:
+        self._draft_lse = torch.zeros((limits.max_batch, shape.num_heads), device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._draft_lse.nbytes
+
+    def begin_step(
+        self, *, seq_lens: Tensor, query_start: Tensor, request_ids: Tensor | None
+    ) -> None:
+        """See `VerifyPath.begin_step`."""
+
+    def remember(self, layer: int, lse: Tensor, query_start: Tensor, *, first: int) -> None:
+        """See `VerifyPath.remember`."""
+
+    def draft_lse(self, layer: int, batch: int) -> Tensor:
+        """See `VerifyPath.draft_lse`; nobody reads it here."""
+        return self._draft_lse[:batch]
+
+
+class FlashVerify(_ExactScoring):
     """FlashAttention-3, then a pass over K.
 
     Args:
         shape: the layers.
+        limits: the largest step.
         scoring: reads scores off.
         attend: the engine's `flash_attn_varlen_func`.
+        device: where.
     """
 
-    num_bytes = 0
-
-    def __init__(self, shape: AttentionShape, *, scoring: Scoring, attend: Any) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        limits: Limits,
+        *,
+        scoring: Scoring,
+        attend: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(shape, limits, device)
         self._scale = shape.scale
         self._scoring = scoring
         self._attend = attend
@@ -190,7 +245,7 @@ class FlashVerify:
             )
 
 
-class TritonVerify:
+class TritonVerify(_ExactScoring):
     """Triton attention, then a pass over K.
 
     Args:
@@ -210,6 +265,7 @@ class TritonVerify:
         units: int,
         device: torch.device,
     ) -> None:
+        super().__init__(shape, limits, device)
         self._scale = shape.scale
         self._scoring = scoring
         tokens = limits.max_batch * limits.max_rows
@@ -223,7 +279,11 @@ class TritonVerify:
             units=units,
             device=device,
         )
-        self.num_bytes = self._lse.nbytes + self._triton.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return super().num_bytes + self._lse.nbytes + self._triton.num_bytes
 
     def verify(
         self,
