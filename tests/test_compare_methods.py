@@ -12,10 +12,16 @@ from synthetic import Shape, SyntheticEngine, make_blocks
 from synthetic_methods import SHAPES, MethodsEngine
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
-from vegas_runtime.errors import BudgetSpentError, ConfigError, NoValidTrialError
+from vegas_runtime.errors import (
+    BudgetSpentError,
+    ConfigError,
+    NoValidTrialError,
+    StorageError,
+)
 from vegas_tune import compare_methods, figure_files
 from vegas_tune.compare_methods import CompareOutcome, CompareRequest
 from vegas_tune.progress import SweepProgress
+from vegas_tune.study import folder_lock
 from vegas_tune.workload import Workload
 from vegas_tune.workload_spec import WorkloadSpec
 
@@ -136,6 +142,11 @@ def test_an_interruption_keeps_everything_and_says_how_to_go_on(session: Session
     session.run()
     assert session.engine.passes == []
     assert (session.folder / "comparison.json").read_bytes() == first
+
+
+def test_a_folder_serves_one_process_at_a_time(session: Session) -> None:
+    with folder_lock(session.folder), pytest.raises(StorageError, match="in use by another"):
+        session.run()
 
 
 def test_a_method_the_engine_lacks_is_refused_before_prefilling(session: Session) -> None:

@@ -18,7 +18,7 @@ from vegas_tune.methods import PLAIN, Method, parse_methods, slug
 from vegas_tune.plan import BUDGET_SHARES, REFINE, Plan
 from vegas_tune.request import SweepRequest
 from vegas_tune.tune import first_interrupt_finishes, plan_sweep, run_folder, usable_ratios
-from vegas_tune.workload import build_workload
+from vegas_tune.workload import Workload, build_workload
 
 if TYPE_CHECKING:
     from vegas_tune.method_report import MethodComparison
@@ -135,6 +135,8 @@ def run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
 
 
 def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
+    from vegas_tune.study import folder_lock
+
     opened_s = time.monotonic()
     sweep = request.sweep
     engine, reason = open_backend(
@@ -164,22 +166,35 @@ def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
         }
         folder = run_folder(sweep, _identity(plans), prefix="compare-")
         progress.note(f"run folder: {folder}")
-        budget_s = sweep.budget_s - _setup_s(folder, engine, workload.blocks, opened_s)
-        if budget_s <= 0:
-            raise BudgetSpentError(
-                f"the budget of {sweep.budget_s:g} s ended while the model was loaded and the "
-                "prompts prefilled.",
-                hint="Raise --budget, or use fewer, shorter prompts.",
-            )
-        searches = _tune(plans, engine, workload.blocks, folder, budget_s, progress)
-        measured = _compare(searches, engine, workload.blocks, folder, budget_s, progress)
-        comparison = _conclude(
-            searches, measured, engine, {"workload": workload.describe()}, len(request.methods)
-        )
-        files = _write(comparison, folder, progress)
+        with folder_lock(folder):
+            comparison = _measure_all(request, plans, engine, workload, folder, opened_s, progress)
+            files = _write(comparison, folder, progress)
     finally:
         engine.close()
     return CompareOutcome(comparison=comparison, folder=folder, files=files, backend_reason=reason)
+
+
+def _measure_all(
+    request: CompareRequest,
+    plans: Mapping[str, Plan],
+    engine: Engine,
+    workload: Workload,
+    folder: Path,
+    opened_s: float,
+    progress: SweepProgress,
+) -> MethodComparison:
+    """Prefill, tune, compare, within the budget."""
+    whole_s = request.sweep.budget_s
+    budget_s = whole_s - _setup_s(folder, engine, workload.blocks, opened_s)
+    if budget_s <= 0:
+        raise BudgetSpentError(
+            f"the budget of {whole_s:g} s ended while the model was loaded and the prompts "
+            "prefilled.",
+            hint="Raise --budget, or use fewer, shorter prompts.",
+        )
+    searches = _tune(plans, engine, workload.blocks, folder, budget_s, progress)
+    measured = _compare(searches, engine, workload.blocks, folder, budget_s, progress)
+    return _conclude(searches, measured, engine, workload.describe())
 
 
 def _identity(plans: Mapping[str, Plan]) -> str:
@@ -262,7 +277,6 @@ def _conclude(
     measured: SideBySide,
     engine: Engine,
     workload: Mapping[str, Any],
-    num_methods: int,
 ) -> MethodComparison:
     from vegas_runtime.backend import SelectionRecorder
     from vegas_tune.method_figures import paper_figures
@@ -294,12 +308,12 @@ def _conclude(
         "model": engine.info.model,
         "device": engine.info.device,
         "runtime": engine.info.runtime,
-        **workload,
+        "workload": workload,
     }
     side = [one for found in measured.rounds for one in found.values()]
     side += [one for pairs in measured.overhead.values() for pair in pairs for one in pair]
     return MethodComparison(
-        title=f"{num_methods} methods, {title_of(facts)}",
+        title=f"{len(searches)} methods, {title_of(facts)}",
         status="inconclusive" if missing else "complete",
         reason="; ".join(missing) if missing else "every method was measured.",
         facts=facts,

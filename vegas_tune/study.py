@@ -296,6 +296,24 @@ class RunFolder:
         )
 
 
+@contextlib.contextmanager
+def folder_lock(path: Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made when absent.
+
+    Raises:
+        StorageError: the folder cannot be used, or another process uses it.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    lock = _acquire(path)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def _acquire(path: Path) -> int:
     """Lock the folder for this process; the system frees it however the process ends."""
     try:

@@ -66,11 +66,7 @@ class SweepResult:
 
     def measured(self, *steps: str) -> list[Measured]:
         """Finished measurements of these steps, of all by default, in order."""
-        return [
-            outcome
-            for outcome in self.outcomes
-            if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
-        ]
+        return _finished(self.outcomes, steps)
 
     @property
     def failures(self) -> tuple[Failed, ...]:
@@ -103,11 +99,7 @@ class Search:
 
     def measured(self, *steps: str) -> list[Measured]:
         """Finished measurements of these steps, of all by default, in order."""
-        return [
-            outcome
-            for outcome in self.outcomes
-            if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
-        ]
+        return _finished(self.outcomes, steps)
 
 
 def run_sweep(plan: Plan, lab: Lab, progress: Progress | None = None) -> SweepResult:
@@ -461,6 +453,14 @@ class _Sweep:
     def _decide(self, decision: Decision) -> None:
         self._decisions.append(decision)
         self._progress.decided(decision)
+
+
+def _finished(outcomes: Iterable[Outcome], steps: Sequence[str]) -> list[Measured]:
+    return [
+        outcome
+        for outcome in outcomes
+        if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
+    ]
 
 
 def _neighbours(
