@@ -68,7 +68,7 @@ def render(name: str, document: dict[str, Any]) -> str:
     rows = document["rows"]
     grids = "".join(grid(rows, claim, words) for claim, words in GRIDS.items())
     if grids:
-        lines = [*lines[:4], grids, *lines[4:]]
+        lines = [*lines[:5], grids, *lines[5:]]
     for row in rows:
         if row["claim"] not in LONG_CLAIMS and not (grids and row["claim"] in GRIDS):
             lines.append(
