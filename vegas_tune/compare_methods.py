@@ -151,9 +151,6 @@ def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
         raise UsageError("a replay holds no text, so methods cannot be compared on it.")
     try:
         progress.note(f"backend: {reason}")
-        # A method the engine lacks is said before anything is prefilled.
-        for method in request.methods:
-            engine.configure(method.base.replace(num_speculative_tokens=1))
         workload = build_workload(
             sweep.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
         )
@@ -164,6 +161,9 @@ def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
             )
             for method in request.methods
         }
+        # A method the engine lacks is said before anything is prefilled.
+        for plan in plans.values():
+            engine.configure(plan.config(plan.gammas[-1], plan.ratios[0]))
         folder = run_folder(sweep, _identity(plans), prefix="compare-")
         progress.note(f"run folder: {folder}")
         with folder_lock(folder):
