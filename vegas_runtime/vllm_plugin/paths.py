@@ -31,7 +31,7 @@ from vegas_runtime.vllm_plugin.verification import (
 )
 
 VERIFY_PATHS: Final = ("fused", "fused_exact", "fa3", "triton")
-DRAFT_PATHS: Final = ("fa3", "kernel", "triton")
+DRAFT_PATHS: Final = ("kernel", "fa3", "triton")
 
 
 def choose_verify(

@@ -26,7 +26,7 @@ _MAX_SPLITS: Final = 16
 _WAVES: Final = 4  # programs per SM that splitting aims at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "table_row"])
 def _attend_kernel(
     q,
     k,
@@ -138,7 +138,7 @@ def _attend_kernel(
     tl.store(target, scaled, mask=live[:, None] & real[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "num_rows"])
 def _merge_kernel(
     partials,
     partial_lse,

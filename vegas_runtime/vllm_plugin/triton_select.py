@@ -10,6 +10,8 @@ A code is one byte, so a histogram of 256 bins finds the threshold in one pass, 
 Only integer additions meet, so two runs agree. Grids cover the longest context; chunks beyond a
 request's candidates end at once. Limit: memory bandwidth, each code read twice.
 
+Batch sizes are not specialised on: a captured graph of a new size must not meet the compiler.
+
 A *unit* is what the draft attention addresses an entry by: block * block_units + offset *
 token_units + head * head_units. With block_units the block size and token_units 1 it is the slot.
 """
@@ -42,7 +44,7 @@ class Units:
     head: int = 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _count_kernel(
     codes,
     candidates,
@@ -77,7 +79,7 @@ def _count_kernel(
     tl.store(histograms + place * 256 + bins, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "max_chunks"])
 def _threshold_kernel(
     histograms,
     candidates,
@@ -119,7 +121,7 @@ def _threshold_kernel(
         equal_before += tl.sum(tl.where(bins == threshold, own, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_row"])
 def _write_kernel(
     codes,
     candidates,
