@@ -23,7 +23,7 @@ SETTINGS_KEY: Final = "vegas"
 WORKER_CLASS: Final = "vegas_runtime.vllm_plugin.worker.VegasWorker"
 
 ALGORITHMS: Final = ("vegas", "streaming_llm")
-COLLECTIONS: Final = ("auto", "fused", "fa3", "triton")
+COLLECTIONS: Final = ("auto", "fused", "fused_exact", "fa3", "triton")
 DRAFT_ATTENTIONS: Final = ("auto", "kernel", "fa3", "triton")
 
 # The plugin's own keys, beside the RFC's.
@@ -68,7 +68,8 @@ class PluginSettings:
         schedule: (first batch size, last batch size, gamma), ends included; empty when one gamma
             holds for every batch size.
         max_ratio: largest sparsity ratio (fraction kept) that may be chosen; sizes the buffers.
-        collection: how scores are read off the verify pass: `auto`, `fused`, `fa3` or `triton`.
+        collection: how scores are read off the verify pass: `auto`, `fused`, `fused_exact`,
+            `fa3` or `triton`.
         draft_attention: how draft steps attend: `auto`, `kernel`, `fa3` or `triton`.
 
     Raises:
@@ -107,11 +108,14 @@ class PluginSettings:
                 hint="Leave --speculative-config out, or declare more numbers in "
                 f"`{GAMMAS_KEY}`, e.g. [0, 4, 6].",
             )
-        if self.collection == "fused" and self.max_num_speculative_tokens >= MAX_FUSED_ROWS:
+        if (
+            self.collection.startswith("fused")
+            and self.max_num_speculative_tokens >= MAX_FUSED_ROWS
+        ):
             raise ConfigError(
-                f"`{COLLECTION_KEY}` is 'fused', whose kernel verifies at most {MAX_FUSED_ROWS} "
-                f"rows, but {self.max_num_speculative_tokens} drafted tokens make "
-                f"{self.max_num_speculative_tokens + 1}.",
+                f"`{COLLECTION_KEY}` is {self.collection!r}, whose kernel verifies at most "
+                f"{MAX_FUSED_ROWS} rows, but {self.max_num_speculative_tokens} drafted tokens "
+                f"make {self.max_num_speculative_tokens + 1}.",
                 hint=f"Draft at most {MAX_FUSED_ROWS - 1}, or leave `{COLLECTION_KEY}` at 'auto'.",
             )
 
