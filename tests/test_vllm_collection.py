@@ -254,6 +254,10 @@ def test_sinks_and_a_list_per_head_are_refused() -> None:
 def test_paths_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     collector = make_collector(CASE, make_config(), path="auto", draft_path="auto")
     assert (collector.path, collector.draft_path) == (paths.VERIFY_PATHS[0], paths.DRAFT_PATHS[0])
+    wide = Case(dtype=DTYPE, lens=(70,), queries=(4,), head_dim=128)
+    window = make_config(algorithm="streaming_llm")
+    assert make_collector(wide, window, path="auto").path == "fa3", "nothing to collect"
+    assert make_collector(CASE, window, path="auto").path == "fused"
     monkeypatch.setattr(paths, "why_not_fa3", lambda device: "no FlashAttention-3 on this GPU")
     monkeypatch.setattr(paths.build, "unavailable_reason", lambda: "nvcc was not found")
     monkeypatch.setattr(paths, "_why_not_compiled", lambda *_, **__: "nvcc was not found")

@@ -113,7 +113,14 @@ class Collector:
         row_set = config.rows if self._lists_from == "scores" else ROW_SETS[0]
         self._row_set = torch.full((1,), ROW_SETS.index(row_set), **flags)
         scoring = Scoring(row_set=self._row_set, scale=shape.scale)
-        self.path, self.reason = paths.choose_verify(path, shape, limits, device, rows=config.rows)
+        self.path, self.reason = paths.choose_verify(
+            path,
+            shape,
+            limits,
+            device,
+            rows=config.rows,
+            is_scored=self._lists_from == "scores",
+        )
         self._verify = paths.make_verify(
             self.path, shape, limits, device, scoring=scoring, per_head=self._per_head
         )
