@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from vllm_process import VllmProcess, write_model
 
 from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
 from vegas_runtime.errors import ModelError
@@ -36,3 +38,17 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     return folder
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[VllmProcess]:
+    """vLLM's own configuration, scheduler and engine core on a made-up GPU, plugin registered."""
+    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
+    with VllmProcess() as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of which only the configuration exists."""
+    return write_model(tmp_path_factory.mktemp("llama"))

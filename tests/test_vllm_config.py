@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_process import VllmProcess, write_model
+from vllm_process import VllmProcess
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ConfigError
@@ -249,18 +248,6 @@ def test_a_lower_ceiling_leaves_out_graphs_beyond_it() -> None:
 # -------------------------------------------------------------------------------- with vLLM
 
 
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[VllmProcess]:
-    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
-    with VllmProcess() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(tmp_path_factory.mktemp("llama"))
-
-
 SETTING = {
     "algorithm": "vegas",
     "num_speculative_tokens": 6,
@@ -273,8 +260,8 @@ SETTING = {
 
 
 @pytest.mark.vllm
-def test_python_arguments_become_vllms_own(vllm: VllmProcess, model: str) -> None:
-    found = vllm.ask("pickled", arguments={"model": model, "speculative_config": RFC})
+def test_python_arguments_become_vllms_own(vllm: VllmProcess, llama: str) -> None:
+    found = vllm.ask("pickled", arguments={"model": llama, "speculative_config": RFC})
     assert found["settings"]["config"] == SETTING
     assert found["worker_cls"] == "vegas_runtime.vllm_plugin.worker.VegasWorker"
     assert found["speculative"]["method"] == "draft_model"
@@ -288,7 +275,7 @@ def test_python_arguments_become_vllms_own(vllm: VllmProcess, model: str) -> Non
 
 @pytest.mark.vllm
 def test_json_dotted_flags_and_yaml_say_the_same(
-    vllm: VllmProcess, model: str, tmp_path: Path
+    vllm: VllmProcess, llama: str, tmp_path: Path
 ) -> None:
     dotted = [f"--speculative-config.{key}" for key in RFC]
     values = [str(value) for value in RFC.values()]
@@ -308,25 +295,25 @@ def test_json_dotted_flags_and_yaml_say_the_same(
         ],
     }
     for name, way in ways.items():
-        found = vllm.ask("build", arguments={}, argv=["--model", model, *way])
+        found = vllm.ask("build", arguments={}, argv=["--model", llama, *way])
         assert found["settings"]["config"] == SETTING, name
         assert found["worker_cls"].endswith("VegasWorker"), name
 
 
 @pytest.mark.vllm
-def test_a_flag_and_a_key_that_say_the_same_are_refused(vllm: VllmProcess, model: str) -> None:
-    argv = ["--model", model, "--speculative-config", json.dumps(RFC), "--spec-tokens", "6"]
+def test_a_flag_and_a_key_that_say_the_same_are_refused(vllm: VllmProcess, llama: str) -> None:
+    argv = ["--model", llama, "--speculative-config", json.dumps(RFC), "--spec-tokens", "6"]
     with pytest.raises(Exception, match=r"--spec-tokens and `num_speculative_tokens`"):
         vllm.ask("build", arguments={}, argv=argv)
 
 
 @pytest.mark.vllm
-def test_a_ratio_does_not_recompile_the_model(vllm: VllmProcess, model: str) -> None:
+def test_a_ratio_does_not_recompile_the_model(vllm: VllmProcess, llama: str) -> None:
     hashes = {
         vllm.ask(
             "build",
             arguments={
-                "model": model,
+                "model": llama,
                 "speculative_config": {**RFC, "sparse_attn_ratio": ratio, **more},
             },
         )["hash"]
@@ -334,36 +321,36 @@ def test_a_ratio_does_not_recompile_the_model(vllm: VllmProcess, model: str) -> 
         for more in ({}, {"sparse_attn_algorithm": "streaming_llm"}, {"sparse_attn_max_ratio": 0.9})
     }
     assert len(hashes) == 1
-    stock = vllm.ask("build", arguments={"model": model, "attention_backend": "FLASH_ATTN"})
+    stock = vllm.ask("build", arguments={"model": llama, "attention_backend": "FLASH_ATTN"})
     assert stock["hash"] not in hashes  # a draft model is part of it: the check is not blind
 
 
 @pytest.mark.vllm
-def test_other_configurations_stay_as_they_are(vllm: VllmProcess, model: str) -> None:
-    stock = vllm.ask("build", arguments={"model": model})
+def test_other_configurations_stay_as_they_are(vllm: VllmProcess, llama: str) -> None:
+    stock = vllm.ask("build", arguments={"model": llama})
     assert stock["worker_cls"] == "vllm.v1.worker.gpu_worker.Worker"
     assert stock["max_capture_size"] == 512
     assert "settings" not in stock
     assert stock["additional_keys"] == []
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    found = vllm.ask("build", arguments={"model": model, "speculative_config": ngram})
+    found = vllm.ask("build", arguments={"model": llama, "speculative_config": ngram})
     assert found["speculative"]["method"] == "ngram"
     assert found["backend"] is None
 
 
 @pytest.mark.vllm
-def test_the_same_arguments_can_be_used_twice(vllm: VllmProcess, model: str) -> None:
+def test_the_same_arguments_can_be_used_twice(vllm: VllmProcess, llama: str) -> None:
     """An API server builds the configuration anew in every process it starts."""
-    arguments = {"model": model, "speculative_config": RFC}
+    arguments = {"model": llama, "speculative_config": RFC}
     first, second = vllm.ask("twice", arguments=arguments)
     assert first == second
     assert second["worker_cls"].endswith("VegasWorker")
 
 
 @pytest.mark.vllm
-def test_graphs_cover_verification_of_the_full_batch(vllm: VllmProcess, model: str) -> None:
+def test_graphs_cover_verification_of_the_full_batch(vllm: VllmProcess, llama: str) -> None:
     spec = {**RFC, "sparse_attn_num_speculative_tokens_set": [4, 8]}
-    base = {"model": model, "speculative_config": spec, "max_num_seqs": 128}
+    base = {"model": llama, "speculative_config": spec, "max_num_seqs": 128}
     found = vllm.ask("build", arguments=base)
     assert found["max_capture_size"] == 128 * 9
     assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
@@ -379,9 +366,9 @@ def test_graphs_cover_verification_of_the_full_batch(vllm: VllmProcess, model: s
 
 
 @pytest.mark.vllm
-def test_a_longer_context_by_override_holds_for_drafts_too(vllm: VllmProcess, model: str) -> None:
+def test_a_longer_context_by_override_holds_for_drafts_too(vllm: VllmProcess, llama: str) -> None:
     overridden = {
-        "model": model,
+        "model": llama,
         "speculative_config": RFC,
         "hf_overrides": {"max_position_embeddings": 32_768},
     }
@@ -391,21 +378,21 @@ def test_a_longer_context_by_override_holds_for_drafts_too(vllm: VllmProcess, mo
 
 
 @pytest.mark.vllm
-def test_disappointing_settings_are_printed(vllm: VllmProcess, model: str) -> None:
-    base = {"model": model, "speculative_config": {**RFC, "sparse_attn_min_tokens": 1000}}
+def test_disappointing_settings_are_printed(vllm: VllmProcess, llama: str) -> None:
+    base = {"model": llama, "speculative_config": {**RFC, "sparse_attn_min_tokens": 1000}}
     assert any("the ratio changes nothing" in line for line in vllm.ask("warned", arguments=base))
-    eager = {"model": model, "speculative_config": RFC, "enforce_eager": True}
+    eager = {"model": llama, "speculative_config": RFC, "enforce_eager": True}
     assert any("expect no speed-up" in line for line in vllm.ask("warned", arguments=eager))
     few = {
-        "model": model,
+        "model": llama,
         "speculative_config": RFC,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 1024,
     }
     assert any("raise it to 1792" in line for line in vllm.ask("warned", arguments=few))
-    small = {"model": model, "speculative_config": RFC, "cudagraph_capture_sizes": [8]}
+    small = {"model": llama, "speculative_config": RFC, "cudagraph_capture_sizes": [8]}
     assert any("CUDA graphs cover 8 tokens" in line for line in vllm.ask("warned", arguments=small))
-    assert vllm.ask("warned", arguments={"model": model, "speculative_config": RFC}) == []
+    assert vllm.ask("warned", arguments={"model": llama, "speculative_config": RFC}) == []
 
 
 @pytest.mark.vllm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +13,6 @@ from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin import refusals
 
 RFC = {"method": "sparse_attn", "sparse_attn_ratio": 0.07, "num_speculative_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[VllmProcess]:
-    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
-    with VllmProcess() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 def refusal(vllm: VllmProcess, **arguments: Any) -> str:

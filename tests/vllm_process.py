@@ -236,10 +236,14 @@ def main() -> None:
     major, minor = map(int, os.environ.get("FAKE_CAPABILITY", "9.0").split("."))
     pretend_cuda((major, minor), is_nvidia="FAKE_OTHER_VENDOR" not in os.environ)
     know_models()
+    if "FAKE_VERSION" in os.environ:
+        from vllm import version
+
+        version.__version__ = os.environ["FAKE_VERSION"]
     from vegas_runtime.vllm_plugin import register
 
     register()
-    loaded = sorted({name.split(".")[0] for name in sys.modules})
+    loaded = sorted(sys.modules)
 
     def build(arguments: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
         return describe(engine_config(arguments, argv))
@@ -270,8 +274,57 @@ def main() -> None:
 
         return build_dynamic_sd_schedule_lookup(table, max_batch, most)  # type: ignore[no-any-return]
 
+    def play(arguments: dict[str, Any], script: list[list[Any]]) -> list[Any]:
+        import vllm_core
+
+        from vegas_runtime.vllm_plugin.config import settings_of
+
+        config = engine_config(arguments)
+        settings = settings_of(config)
+        held = {} if settings is None else settings.config.to_dict()
+        return vllm_core.play(config, held, script)
+
+    def deviations() -> dict[str, str]:
+        from vegas_runtime.vllm_plugin.patches import HOOKS
+
+        return {hook.target: hook.deviation() for hook in HOOKS}
+
+    def moved(target: str, **expected: list[str]) -> None:
+        from vegas_runtime.vllm_plugin.patches import Hook, check_hooks
+
+        contract = {name: tuple(values) for name, values in expected.items()}
+        check_hooks((Hook(target=target, reason="a test", **contract),))
+
+    def wrapped_times() -> dict[str, int]:
+        """How often each wrapped method stands around vLLM's, after registering again."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        register()
+        counts = {}
+        for name in vars(EngineArgs):
+            count, function = 0, getattr(EngineArgs, name)
+            while (
+                hasattr(function, "__wrapped__")
+                and "vegas_runtime" in function.__code__.co_filename
+            ):
+                count, function = count + 1, function.__wrapped__
+            if count:
+                counts[name] = count
+        return counts
+
+    def core_methods() -> list[str]:
+        from vllm.v1.engine.core import EngineCore
+
+        register()
+        return sorted(name for name in vars(EngineCore) if name.startswith("vegas"))
+
     serve(
         {
+            "play": play,
+            "deviations": deviations,
+            "moved": moved,
+            "wrapped_times": wrapped_times,
+            "core_methods": core_methods,
             "build": build,
             "pickled": pickled,
             "twice": twice,
