@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
-from vegas_runtime.errors import BackendError, UsageError
+from vegas_runtime.errors import BackendError, ConfigError, UsageError
 from vegas_runtime.machine import has_nvidia_driver
 from vegas_runtime.records import Run
+
+if TYPE_CHECKING:
+    from vegas_runtime.vllm_plugin.engine import VllmEngine
 
 BACKENDS: Final = ("auto", "reference", "vllm", "replay")
 
@@ -61,6 +64,74 @@ class EngineInfo:
     device: dict[str, Any]
     runtime: dict[str, Any]
     max_num_speculative_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a serving engine is sized for before it starts; engines that grow ignore it.
+
+    Attributes:
+        batch_size: most requests running.
+        max_model_len: longest context, output included, in tokens.
+        gammas: every `num_speculative_tokens` that will be configured, ascending, 0 among them.
+        max_ratio: largest sparsity ratio that will be configured.
+        config: algorithm, floor and switches; its gamma and ratio do not matter.
+        gpu_memory_utilization: share of the GPU's memory the engine may take.
+        load_format: `auto`, or `dummy` for weights that are random numbers of the right shape.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    batch_size: int
+    max_model_len: int
+    gammas: tuple[int, ...]
+    max_ratio: float
+    config: SpeculationConfig
+    gpu_memory_utilization: float = 0.9
+    load_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.max_model_len < 2:
+            raise ConfigError(
+                f"an engine for {self.batch_size} requests of {self.max_model_len} tokens cannot "
+                "decode anything."
+            )
+        if sorted({0, *self.gammas}) != list(self.gammas):
+            raise ConfigError(
+                f"the engine's gammas are {list(self.gammas)}; they must ascend from 0, which is "
+                "plain decoding."
+            )
+        # Refuses what no setting could have.
+        self.config.replace(
+            num_speculative_tokens=self.gammas[-1], sparsity_ratio=float(self.max_ratio)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[PromptBlock],
+        *,
+        gammas: Iterable[int],
+        ratios: Iterable[float],
+        config: SpeculationConfig,
+    ) -> Self:
+        """What measuring these blocks at these settings takes.
+
+        Args:
+            blocks: the workload.
+            gammas: to be configured; 0 is added.
+            ratios: to be configured.
+            config: algorithm, floor and switches.
+        """
+        longest = max(max(map(len, block.prompts)) + block.max_new_tokens for block in blocks)
+        return cls(
+            batch_size=max(block.batch_size for block in blocks),
+            max_model_len=longest,
+            gammas=tuple(sorted({0, *gammas})),
+            max_ratio=max(ratios),
+            config=config,
+        )
 
 
 class Engine(Protocol):
@@ -139,6 +210,7 @@ def open_backend(
     max_num_speculative_tokens: int,
     dtype: str = "auto",
     device: str = "auto",
+    capacity: Capacity | None = None,
     report: Callable[[str], None] | None = None,
 ) -> tuple[Engine, str]:
     """Open an engine.
@@ -147,30 +219,26 @@ def open_backend(
         name: `auto`, `reference`, `vllm` or `replay`.
         model: what to load; for `replay` the file of a recorded grid.
         max_num_speculative_tokens: largest gamma that will be configured.
-        dtype: see `ReferenceEngine.open`.
-        device: see `ReferenceEngine.open`.
+        dtype: see `ReferenceEngine.open`, for vLLM `loading.served_facts`.
+        device: see `ReferenceEngine.open`; vLLM takes the first device it sees.
+        capacity: what the engine must be able to hold; needed for vLLM.
         report: told what takes long.
 
     Returns:
         The engine, and one sentence: which one was taken and why.
 
     Raises:
-        UsageError: an unknown backend.
+        UsageError: an unknown backend, or vLLM without a capacity.
         BackendError: it cannot be opened here.
         ModelError: the model cannot be found, fetched or run.
     """
-    if name not in BACKENDS:
-        raise UsageError(f"backend {name!r} is unknown; known are {', '.join(BACKENDS)}.")
-    chosen, reason = choose_backend() if name == "auto" else (name, f"{name}, as asked for")
+    chosen, reason = resolve_backend(name)
     if chosen == "replay":
         from vegas_runtime.replay import ReplayEngine
 
         return ReplayEngine.open(Path(model)), reason
     if chosen == "vllm":
-        raise BackendError(
-            "the vLLM plugin is not part of this release.",
-            hint="Use --backend reference.",
-        )
+        return _open_vllm(model, capacity, dtype=dtype, is_stock=False, report=report), reason
     from vegas_runtime.engine.reference import ReferenceEngine
 
     engine = ReferenceEngine.open(
@@ -183,6 +251,87 @@ def open_backend(
     return engine, reason
 
 
+def open_stock(
+    model: str,
+    *,
+    capacity: Capacity,
+    dtype: str = "auto",
+    report: Callable[[str], None] | None = None,
+) -> VllmEngine:
+    """Open vLLM as it is installed: without the plugin, at its own defaults, gamma 0 only.
+
+    Args:
+        model: what to serve.
+        capacity: of it, only batch size and context length matter.
+        dtype: see `loading.served_facts`.
+        report: told what takes long.
+
+    Raises:
+        BackendError: vLLM is not installed or does not start.
+        ModelError: the model cannot be found, fetched or run.
+    """
+    return _open_vllm(model, capacity, dtype=dtype, is_stock=True, report=report)
+
+
+def load_tokenizer(model: str, report: Callable[[str], None] | None = None) -> Any:
+    """A model's own tokenizer, before any engine is open: prompts decide what an engine must hold.
+
+    Raises:
+        ModelError: the model cannot be found or fetched, or has no tokenizer.
+    """
+    from vegas_runtime.engine import loading
+
+    return loading.load_tokenizer(loading.resolve_model(model), report or _silent)
+
+
+def _open_vllm(
+    model: str,
+    capacity: Capacity | None,
+    *,
+    dtype: str,
+    is_stock: bool,
+    report: Callable[[str], None] | None,
+) -> VllmEngine:
+    if capacity is None:
+        raise UsageError(
+            "vLLM sizes its KV cache and its graphs once, at the start, and was not told for what.",
+            hint="Pass `capacity`, e.g. `Capacity.of(blocks, ...)`.",
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise BackendError(
+            "vLLM is not installed, so it cannot be measured.",
+            hint="pip install 'vegas-tune[vllm]', or use --backend reference.",
+        )
+    from vegas_runtime.engine import loading
+    from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+
+    source = loading.fetch(loading.resolve_model(model), report or _silent)
+    checkpoint = Checkpoint(
+        folder=source.folder,
+        tokenizer=loading.load_tokenizer(source),
+        facts=loading.served_facts(source, dtype),
+    )
+    return VllmEngine(checkpoint, capacity, dtype=dtype, is_stock=is_stock, report=report)
+
+
+def _silent(_: str) -> None:
+    """Report to nobody."""
+
+
+def resolve_backend(name: str) -> tuple[str, str]:
+    """Which engine a name means here.
+
+    Returns:
+        `reference`, `vllm` or `replay`, and one sentence why.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    if name not in BACKENDS:
+        raise UsageError(f"backend {name!r} is unknown; known are {', '.join(BACKENDS)}.")
+    return choose_backend() if name == "auto" else (name, f"{name}, as asked for")
+
+
 def choose_backend() -> tuple[str, str]:
     """What `auto` takes: vLLM where CUDA and the plugin are usable, else the reference engine.
 
@@ -193,6 +342,4 @@ def choose_backend() -> tuple[str, str]:
         return "reference", "reference engine: this machine has no CUDA device"
     if importlib.util.find_spec("vllm") is None:
         return "reference", "reference engine: vLLM is not installed (extra `vllm`)"
-    if importlib.util.find_spec("vegas_runtime.vllm_plugin") is None:
-        return "reference", "reference engine: this release has no vLLM plugin"
-    return "vllm", "vLLM: CUDA device, vLLM and the plugin are here"
+    return "vllm", "vLLM: CUDA device and vLLM are here"

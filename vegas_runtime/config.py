@@ -211,6 +211,11 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "vegas-tune"
 
 
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child, with some variables changed."""
+    return {**os.environ, **changes}
+
+
 def is_offline() -> bool:
     """Whether the environment forbids fetching (`HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`)."""
     truthy = {"1", "true", "yes", "on"}

@@ -76,6 +76,12 @@ def has_nvidia_driver() -> bool:
     return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
+def gpu_memory_used_bytes(device: str = "0") -> int | None:
+    """GPU memory in use by whatever process, as the driver's own tool tells; None without it."""
+    used = _nvidia_smi("memory.used", device=device)
+    return int(used) << 20 if used and used.isdecimal() else None
+
+
 def driver_version() -> str | None:
     """Version of the NVIDIA driver, e.g. `595.91`; None when it is not known."""
     try:

@@ -22,10 +22,11 @@ class StepRecord:
     """One engine step: what ran, what came out, how long each phase took.
 
     Attributes:
-        kind: `prefill` when any prompt text was processed in the step, else `decode`.
-        num_running: requests in the step.
+        kind: `prefill` when prompt text was processed in the step, else `decode`. What is computed
+            again after a full prefix hit (vLLM: up to one KV block) is part of decoding.
+        num_running: requests that held a place in the batch.
         num_waiting: requests ready to take a free place.
-        request_ids: per running request, its index in the block.
+        request_ids: per request with a part in the step, its index in the block.
         num_draft_tokens: per running request, tokens drafted.
         num_accepted_tokens: per running request, drafts accepted.
         num_emitted_tokens: per running request, tokens added to its output.
@@ -73,6 +74,9 @@ class Run:
         elapsed_s: wall time of the whole pass, restoring prefills included.
         outputs_sha256: hash over every request's output tokens; equal settings of a lossless
             method give equal hashes when greedy in float32.
+        num_prompt_tokens: prompt tokens of the requests that started, where the engine has a
+            prefix cache; else 0.
+        num_cached_tokens: of them, those found in it.
     """
 
     config: SpeculationConfig
@@ -80,11 +84,15 @@ class Run:
     steps: tuple[StepRecord, ...]
     elapsed_s: float
     outputs_sha256: str = ""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times rounded to the microsecond."""
         values = asdict(self)
         values["elapsed_s"] = round(self.elapsed_s, 6)
+        if not self.num_prompt_tokens:
+            del values["num_prompt_tokens"], values["num_cached_tokens"]
         for step in values["steps"]:
             for phase in ("draft_s", "select_s", "verify_s", "other_s"):
                 step[phase] = round(step[phase], 6)
@@ -99,6 +107,8 @@ class Run:
             steps=tuple(StepRecord.from_dict(step) for step in values["steps"]),
             elapsed_s=values["elapsed_s"],
             outputs_sha256=values["outputs_sha256"],
+            num_prompt_tokens=values.get("num_prompt_tokens", 0),
+            num_cached_tokens=values.get("num_cached_tokens", 0),
         )
 
 

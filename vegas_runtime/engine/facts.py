@@ -11,30 +11,32 @@ from vegas_runtime.engine.hub import weight_files
 from vegas_runtime.engine.packaged import file_sha256, read_origin
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig
 
 # What differs between two copies of the same model: who wrote the file, and where it was.
 _VOLATILE_KEYS: Final = {"transformers_version", "_name_or_path", "_model_name_or_path"}
 
 
-def model_facts(folder: Path, model: PreTrainedModel) -> dict[str, Any]:
+def model_facts(folder: Path, config: PreTrainedConfig, dtype: str) -> dict[str, Any]:
     """Plain values by the names of a profile's `match.model`, id and revision apart.
 
     Args:
-        folder: the checkpoint `model` was loaded from.
-        model: the loaded model, on any device.
+        folder: the checkpoint.
+        config: its configuration; a loaded model's own, which says whether quantised weights were
+            dequantised, or as it was read.
+        dtype: what it computes in.
 
     Returns:
         config_sha256, weights_sha256, dtype, quant, max_model_len, num_layers,
         num_query_heads, num_kv_heads, head_dim, num_sliding_layers.
     """
-    text = model.config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     return {
         "config_sha256": _config_sha256(folder),
         "weights_sha256": _weights_sha256(folder),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quant": _quantisation(folder, model),
+        "dtype": dtype.removeprefix("torch."),
+        "quant": _quantisation(folder, config),
         "max_model_len": getattr(text, "max_position_embeddings", None),
         "num_layers": text.num_hidden_layers,
         "num_query_heads": heads,
@@ -76,7 +78,7 @@ def _weights_sha256(folder: Path) -> str:
     return hashlib.sha256(listing.encode()).hexdigest()
 
 
-def _quantisation(folder: Path, model: PreTrainedModel) -> str:
+def _quantisation(folder: Path, config: PreTrainedConfig) -> str:
     """How the weights were quantised (`none`, `fp8`, `mxfp4`, `gguf-q4_1`), and if undone."""
     origin = read_origin(folder)
     if origin:
@@ -86,6 +88,6 @@ def _quantisation(folder: Path, model: PreTrainedModel) -> str:
     if not values:
         return "none"
     method = str(values.get("quant_method", "unknown"))
-    still = getattr(model.config, "quantization_config", None)
+    still = getattr(config, "quantization_config", None)
     undone = still is None or getattr(still, "dequantize", False)
     return f"{method} dequantised" if undone else method

@@ -230,8 +230,29 @@ def load_model(
         model = _load_weights(fetched, wanted, device, attn_implementation)
     model.eval().requires_grad_(False)
     facts = {"id": fetched.id, "revision": fetched.revision}
-    facts |= model_facts(fetched.folder, model)
+    facts |= model_facts(fetched.folder, model.config, str(model.dtype))
     return LoadedModel(fetched, model, tokenizer, facts)
+
+
+def served_facts(source: ModelSource, dtype: str = "auto") -> dict[str, Any]:
+    """Facts of a fetched checkpoint as a serving engine loads it, without loading it here.
+
+    Args:
+        source: from `fetch`.
+        dtype: one of `DTYPES`. `auto` is the checkpoint's own, and bfloat16 for one in float32,
+            which nobody serves in float32.
+
+    Raises:
+        ModelError: an unknown dtype, or a configuration that cannot be decoded.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is {dtype!r}; one of {', '.join(DTYPES)} is needed.")
+    config = read_decoder_config(source.folder)
+    if dtype == "auto":
+        own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        dtype = "bfloat16" if own == "float32" else own
+    facts = {"id": source.id, "revision": source.revision}
+    return facts | model_facts(source.folder, config, dtype)
 
 
 def read_decoder_config(folder: Path) -> PreTrainedConfig:

@@ -1,0 +1,247 @@
+"""A process group that runs vLLM, its pipe, its log, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Final
+
+from vegas_runtime.config import child_environment
+from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.machine import gpu_memory_used_bytes
+
+Launch = Callable[[bool], "Child"]
+Report = Callable[[str], None]
+
+PLUGIN_GROUP: Final = "vllm.general_plugins"
+PLUGIN_NAME: Final = "vegas"
+
+_POLL_S: Final = 0.2
+_CLOSE_TIMEOUT_S: Final = 30.0
+_TERMINATE_S: Final = 10.0
+_FREE_TIMEOUT_S: Final = 20.0
+# Other processes of a desktop come and go; an engine that was not freed holds gigabytes.
+_FREE_SLACK_BYTES: Final = 1 << 30
+_LOG_TAIL_BYTES: Final = 200_000
+
+# "... torch.OutOfMemoryError: CUDA out of memory. Tried ..." in one of vLLM's many prefixes.
+_ERROR_LINE: Final = re.compile(r"\b((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+)")
+# What vLLM says everywhere once the cause was said somewhere.
+_CONSEQUENCES: Final = (
+    "EngineDeadError", "Engine core initialization failed", "EngineGenerateError",
+    "engine core encountered", "Engine process failed",
+)  # fmt: skip
+
+
+class Child:
+    """One process group with an engine in it.
+
+    Args:
+        process: its leader, started in a session of its own.
+        pipe: to the leader.
+        log: where everything it prints goes; removed after a clean end.
+        used_before_bytes: GPU memory that was in use before it started; None when not known.
+
+    Attributes:
+        is_healthy: whether it answers; an order that it could not carry out does not change that.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        pipe: Connection,
+        log: Path,
+        *,
+        used_before_bytes: int | None = None,
+    ) -> None:
+        self._process = process
+        self._pipe = pipe
+        self._log = log
+        self._used_before_bytes = used_before_bytes
+        self._started_s = time.monotonic()
+        self._ended_s: float | None = None
+        self.is_healthy = True
+
+    @property
+    def age_s(self) -> float:
+        """How long it has lived, or had when it ended, seconds."""
+        return (self._ended_s or time.monotonic()) - self._started_s
+
+    @property
+    def pid(self) -> int:
+        """The leader's process id, which is the group's."""
+        return self._process.pid
+
+    def ask(self, order: str, /, *, timeout_s: float, **arguments: Any) -> Any:
+        """Give an order and wait for its reply.
+
+        Raises:
+            ConfigError: the order cannot be carried out; the engine is as it was.
+            BackendError: it failed, the process died, or no reply came in time.
+        """
+        try:
+            self._pipe.send((order, arguments))
+            self._await(order, timeout_s)
+            kind, *rest = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self.is_healthy = False
+            raise BackendError(self._death(order), hint=self._log_hint()) from error
+        if kind == "done":
+            return rest[0]
+        failure, message, hint = rest
+        if failure == "config":
+            raise ConfigError(message, hint=hint)
+        if failure == "backend":
+            raise BackendError(message, hint=hint)
+        self.is_healthy = False
+        raise BackendError(
+            f"vLLM failed at `{order}`: {self._cause() or message}", hint=self._log_hint()
+        )
+
+    def end(self, *, report: Report) -> None:
+        """End the whole group and see that its GPU memory is free.
+
+        Args:
+            report: told when memory stays in use.
+
+        Raises:
+            BackendError: processes of the group survive even SIGKILL.
+        """
+        if self._ended_s is not None:
+            return
+        if self.is_healthy:
+            # What is asked politely releases shared memory and sockets as well.
+            with contextlib.suppress(BackendError, ConfigError):
+                self.ask("close", timeout_s=_CLOSE_TIMEOUT_S)
+        self._pipe.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._is_gone(_TERMINATE_S if number == signal.SIGKILL else 0.5):
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+        if not self._is_gone(_TERMINATE_S):
+            raise BackendError(
+                f"processes of group {self.pid} do not end; they hold the GPU.",
+                hint=f"End them by hand: kill -9 -- -{self.pid}",
+            )
+        self._check_memory(report)
+        self._ended_s = time.monotonic()
+        if self.is_healthy:
+            self._log.unlink(missing_ok=True)
+
+    def _await(self, order: str, timeout_s: float) -> None:
+        limit_s = time.monotonic() + timeout_s
+        while not self._pipe.poll(_POLL_S):
+            if self._process.poll() is not None:
+                raise EOFError
+            if time.monotonic() > limit_s:
+                self.is_healthy = False
+                raise BackendError(
+                    f"vLLM did not answer `{order}` within {timeout_s:.0f} s; it hangs, and is "
+                    "ended.",
+                    hint=self._log_hint(),
+                )
+
+    def _is_gone(self, patience_s: float) -> bool:
+        """Whether no process of the group is left, waiting a while for it."""
+        limit_s = time.monotonic() + patience_s
+        while True:
+            self._process.poll()  # a dead leader counts until it is waited for
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                return True
+            if time.monotonic() > limit_s:
+                return False
+            time.sleep(0.05)
+
+    def _check_memory(self, report: Report) -> None:
+        """The driver frees a dead process's memory late; the next engine must not meet it."""
+        before = self._used_before_bytes
+        limit_s = time.monotonic() + _FREE_TIMEOUT_S
+        while before is not None:
+            used = gpu_memory_used_bytes()
+            if used is None or used <= before + _FREE_SLACK_BYTES:
+                return
+            if time.monotonic() > limit_s:
+                report(
+                    f"WARNING: {(used - before) / 2**30:.1f} GiB of GPU memory more than before "
+                    "vLLM was started are in use after it ended; another process took them."
+                )
+                return
+            time.sleep(0.25)
+
+    def _death(self, order: str) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        code = self._process.returncode
+        how = "ended" if code is None else f"ended with code {code}"
+        if code is not None and code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        cause = self._cause()
+        return f"vLLM {how} during `{order}`" + (f": {cause}" if cause else ".")
+
+    def _cause(self) -> str:
+        """The error that began it, from the log."""
+        try:
+            data = self._log.read_bytes()[-_LOG_TAIL_BYTES:]
+        except OSError:
+            return ""
+        return root_cause(data.decode(errors="replace"))
+
+    def _log_hint(self) -> str:
+        return f"Its log: {self._log}"
+
+
+def root_cause(log: str) -> str:
+    """The last error a log names that is not a mere consequence of another; empty without any."""
+    found = ""
+    for line in log.splitlines():
+        match = _ERROR_LINE.search(line)
+        if match is not None and not any(word in line for word in _CONSEQUENCES):
+            found = match[1].strip()
+    return found
+
+
+def launch_host(is_stock: bool) -> Child:
+    """Start the process of `host` in a session of its own; it opens an engine when told to."""
+    return launch([sys.executable, "-m", "vegas_runtime.vllm_plugin.host"], is_stock=is_stock)
+
+
+def launch(command: list[str], *, is_stock: bool) -> Child:
+    """Start a command that serves a pipe, as `host` does.
+
+    Args:
+        command: the pipe's file descriptor is appended to it.
+        is_stock: keep this project's plugin from being loaded.
+    """
+    handle, name = tempfile.mkstemp(prefix="vegas-vllm-", suffix=".log")
+    used = gpu_memory_used_bytes()
+    ours, theirs = Pipe()
+    with os.fdopen(handle, "wb") as log, theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env=child_environment({"VLLM_PLUGINS": other_plugins()} if is_stock else {}),
+        )
+    return Child(process, ours, Path(name), used_before_bytes=used)
+
+
+def other_plugins() -> str:
+    """The value of `VLLM_PLUGINS` that loads every installed plugin but this project's."""
+    names = {entry.name for entry in metadata.entry_points(group=PLUGIN_GROUP)}
+    return ",".join(sorted(names - {PLUGIN_NAME}))

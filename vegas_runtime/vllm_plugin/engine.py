@@ -1,0 +1,385 @@
+"""vLLM behind the backend protocol: one engine start, ratio and gamma change while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vegas_runtime.backend import Capacity, EngineInfo, PromptBlock
+from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.errors import BackendError, ConfigError, VegasError
+from vegas_runtime.records import Run
+from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
+from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
+from vegas_runtime.vllm_plugin.recording import Clock
+
+Report = Callable[[str], None]
+
+# Two restarts: an engine that dies a third time dies of something that will not go away.
+MAX_STARTS: Final = 3
+# Loading a large checkpoint and capturing its graphs; a hang is told from slowness by nothing else.
+_START_TIMEOUT_S: Final = 1800.0
+# What may pass after a deadline before the engine counts as hung: one step, and its records.
+_GRACE_S: Final = 60.0
+_PREFILL_TIMEOUT_S: Final = 900.0
+_CONTROL_TIMEOUT_S: Final = 120.0
+
+_PLAIN: Final = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A model on this machine's disk.
+
+    Attributes:
+        folder: what vLLM is given to load.
+        tokenizer: the model's own (transformers').
+        facts: as `EngineInfo.model`.
+    """
+
+    folder: Path
+    tokenizer: Any
+    facts: Mapping[str, Any]
+
+
+class VllmEngine:
+    """Runs vLLM in processes of its own; implements `backend.Engine`.
+
+    With the plugin, drafting is on and every knob that `configure` takes can change while the
+    engine runs. Without it (`is_stock`), vLLM is what was installed, at its own defaults, and gamma
+    0 is all it does.
+
+    An engine that died is started again for the next measurement, at most `MAX_STARTS` times.
+
+    Args:
+        checkpoint: what to serve.
+        capacity: what the engine must be able to hold.
+        dtype: `auto`, `bfloat16`, `float16` or `float32`.
+        is_stock: leave the plugin out.
+        report: told what takes long.
+        launch: starts the process that runs vLLM.
+        clock: seconds, the same in that process.
+
+    Raises:
+        BackendError: it does not start.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        capacity: Capacity,
+        *,
+        dtype: str = "auto",
+        is_stock: bool = False,
+        report: Report | None = None,
+        launch: Launch = launch_host,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._checkpoint = checkpoint
+        self._capacity = capacity
+        self._is_stock = is_stock
+        self._report = report or _silent
+        self._launch = launch
+        self._options = engine_options(checkpoint, capacity, dtype=dtype, is_stock=is_stock)
+        self._child: Child | None = None
+        self._facts: CoreFacts | None = None
+        self._is_closed = False
+        self._config = _PLAIN
+        self._limit: int | None = None
+        self.num_starts = 0
+        self._held_s = 0.0
+        self._start()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer."""
+        return self._checkpoint.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is running, and on what."""
+        facts = self._running_facts()
+        path = "stock" if self._is_stock else str(facts.status.get("collection", "plugin"))
+        return EngineInfo(
+            backend="vllm",
+            model=dict(self._checkpoint.facts),
+            device=dict(facts.device),
+            runtime={**facts.runtime, "attention_path": path},
+            max_num_speculative_tokens=max(self._gammas),
+        )
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """What the plugin's workers said of themselves at the start; empty for stock vLLM."""
+        return self._running_facts().status
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """The setting in force, as it was read back."""
+        return self._config
+
+    @property
+    def held_s(self) -> float:
+        """How long processes of this engine have held the GPU, starts included, seconds."""
+        running = self._child.age_s if self._child is not None else 0.0
+        return self._held_s + running
+
+    def configure(self, config: SpeculationConfig) -> None:
+        """Change the setting of the running engine, and read it back.
+
+        Raises:
+            ConfigError: gamma is not among those the engine was started for, or above.
+            BackendError: what is in force afterwards is something else.
+        """
+        self._refuse(config)
+        self._apply(config, self._limit)
+
+    def prepare(self, block: PromptBlock) -> None:
+        """Prefill a block's prompts into the prefix cache. Idempotent.
+
+        Raises:
+            ConfigError: they do not fit.
+            BackendError: the engine died.
+        """
+        self._report(f"prefilling block {block.index}")
+        self._ask(
+            "prepare",
+            timeout_s=_PREFILL_TIMEOUT_S,
+            key=block.sha256,
+            prompts=block.prompts,
+            batch_size=block.batch_size,
+            max_new_tokens=block.max_new_tokens,
+        )
+
+    def run(self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float) -> Run:
+        """Decode a block with its batch always full; see `backend.Engine.run`.
+
+        The block's prompts come in again, with new seeds, for as long as the pass lasts.
+
+        Raises:
+            BackendError: the engine died or hangs, or no decode step ended before the deadline.
+        """
+        self.prepare(block)
+        if not self._is_stock and self._limit != block.batch_size:
+            self._apply(self._config, block.batch_size)
+        elif self._is_stock and self._capacity.batch_size != block.batch_size:
+            raise ConfigError(
+                f"stock vLLM was started for {self._capacity.batch_size} running requests and "
+                f"cannot be held to {block.batch_size} while it runs."
+            )
+        order = DecodeOrder(
+            key=block.sha256,
+            batch_size=block.batch_size,
+            max_new_tokens=block.max_new_tokens,
+            sampling=block.sampling,
+            replicate=replicate,
+            max_tokens=max_tokens,
+            deadline_s=deadline_s,
+            is_recorded=not self._is_stock,
+        )
+        left_s = max(0.0, deadline_s - self.now_s())
+        decoded: Decoded = self._ask("run", timeout_s=left_s + _GRACE_S, order=order)
+        return Run(
+            config=self._config,
+            batch_size=block.batch_size,
+            steps=decoded.steps,
+            elapsed_s=decoded.elapsed_s,
+            num_prompt_tokens=decoded.num_prompt_tokens,
+            num_cached_tokens=decoded.num_cached_tokens,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingConfig,
+        seeds: Sequence[int] | None = None,
+        num_logprobs: int = 0,
+        timeout_s: float = _PREFILL_TIMEOUT_S,
+    ) -> list[Completion]:
+        """Complete prompts at the setting in force.
+
+        Args:
+            prompts: token ids.
+            max_new_tokens: output limit of each.
+            sampling: how tokens are drawn.
+            seeds: one per prompt; the sampling's own, counted up, unless given.
+            num_logprobs: likeliest tokens to report for each new one.
+            timeout_s: after this the engine counts as hung.
+        """
+        own = [sampling.seed + number for number in range(len(prompts))]
+        completions: list[Completion] = self._ask(
+            "generate",
+            timeout_s=timeout_s,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seeds=own if seeds is None else list(seeds),
+            num_logprobs=num_logprobs,
+        )
+        return completions
+
+    def call(self, utility: str, *args: Any, timeout_s: float = _CONTROL_TIMEOUT_S) -> Any:
+        """Call a utility of vLLM's engine core by name; for measurements of the engine itself."""
+        return self._ask("call", timeout_s=timeout_s, utility=utility, args=args)
+
+    def now_s(self) -> float:
+        """Monotonic wall clock, the same in every process of this machine."""
+        return self._clock()
+
+    def close(self) -> None:
+        """Stop every process of the engine and wait until its GPU memory is free. Idempotent."""
+        self._is_closed = True
+        self._end()
+
+    # ------------------------------------------------------------------ control
+
+    @property
+    def _gammas(self) -> tuple[int, ...]:
+        return (0,) if self._is_stock else self._capacity.gammas
+
+    def _refuse(self, config: SpeculationConfig) -> None:
+        gamma = config.num_speculative_tokens
+        if gamma not in self._gammas:
+            known = ", ".join(map(str, self._gammas))
+            raise ConfigError(
+                f"`num_speculative_tokens` is {gamma}, but this engine was started for {known}."
+            )
+        if gamma and config.sparsity_ratio > self._capacity.max_ratio:
+            raise ConfigError(
+                f"`sparsity_ratio` is {config.sparsity_ratio:g}, but this engine was started for "
+                f"at most {self._capacity.max_ratio:g}."
+            )
+
+    def _apply(self, config: SpeculationConfig, limit: int | None) -> None:
+        """Put a setting in force and compare what the engine says it runs now."""
+        if not self._is_stock:
+            asked = control_values(config, limit)
+            found = self.call("vegas_configure", asked)
+            differing = [
+                f"`{name}` is {found.get(name)!r} there and {value!r} was asked for"
+                for name, value in asked.items()
+                if found.get(name) != value
+            ]
+            if differing:
+                raise BackendError(
+                    f"vLLM did not take the setting: {'; '.join(differing)}. Its figures would be "
+                    "another setting's.",
+                    hint="vegas-tune doctor says whether the plugin is active.",
+                )
+        self._config, self._limit = config, limit
+
+    # ------------------------------------------------------------------ the process
+
+    def _start(self) -> None:
+        what = "stock vLLM" if self._is_stock else "vLLM with the plugin"
+        self._report(f"starting {what}")
+        self.num_starts += 1
+        self._child = self._launch(self._is_stock)
+        self._facts = self._guarded(
+            lambda: self._alive().ask(
+                "open",
+                timeout_s=_START_TIMEOUT_S,
+                options=self._options,
+                has_plugin=not self._is_stock,
+            )
+        )
+        self._limit = None
+        self._apply(_PLAIN, None)
+
+    def _alive(self) -> Child:
+        assert self._child is not None
+        return self._child
+
+    def _running(self) -> Child:
+        if self._is_closed:
+            raise BackendError("the engine is closed.")
+        if self._child is None:
+            if self.num_starts >= MAX_STARTS:
+                raise BackendError(
+                    f"vLLM died {self.num_starts} times; it is not started again.",
+                    hint="Its last log says why.",
+                )
+            config = self._config
+            self._start()
+            self._apply(config, None)
+        return self._alive()
+
+    def _running_facts(self) -> CoreFacts:
+        assert self._facts is not None
+        return self._facts
+
+    def _ask(self, order: str, /, *, timeout_s: float, **arguments: Any) -> Any:
+        child = self._running()
+        return self._guarded(lambda: child.ask(order, timeout_s=timeout_s, **arguments))
+
+    def _guarded(self, ask: Callable[[], Any]) -> Any:
+        """Let an answer through; after anything that leaves the engine unusable, end it."""
+        try:
+            return ask()
+        except VegasError:
+            if not self._alive().is_healthy:
+                self._end()
+            raise
+        except BaseException:
+            # An interrupt in the middle of an answer, say: the next order must not get it.
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(report=self._report)
+            self._held_s += child.age_s
+
+
+def engine_options(
+    checkpoint: Checkpoint, capacity: Capacity, *, dtype: str, is_stock: bool
+) -> dict[str, Any]:
+    """Fields of vLLM's `EngineArgs`; what is not named here is left at vLLM's default.
+
+    Both arms get what the workload needs and nothing else, so that their difference is the plugin.
+    """
+    options: dict[str, Any] = {
+        "model": str(checkpoint.folder),
+        "served_model_name": str(checkpoint.facts.get("id", checkpoint.folder.name)),
+        "dtype": dtype if dtype != "auto" else str(checkpoint.facts.get("dtype") or "auto"),
+        "max_model_len": capacity.max_model_len,
+        "max_num_seqs": capacity.batch_size,
+        "gpu_memory_utilization": capacity.gpu_memory_utilization,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
+        "load_format": capacity.load_format,
+    }
+    if is_stock:
+        return options
+    start = capacity.config.replace(
+        num_speculative_tokens=max(capacity.gammas),
+        sparsity_ratio=min(capacity.config.sparsity_ratio, capacity.max_ratio),
+    )
+    speculative = start.to_rfc() | {
+        "sparse_attn_num_speculative_tokens_set": list(capacity.gammas),
+        "sparse_attn_max_ratio": capacity.max_ratio,
+    }
+    return options | {"speculative_config": speculative}
+
+
+def control_values(config: SpeculationConfig, limit: int | None) -> dict[str, Any]:
+    """What the plugin is told to change at run time.
+
+    Args:
+        config: the setting; at gamma 0 nothing of it but gamma means anything.
+        limit: most requests to keep running; None for the engine's own limit.
+    """
+    if config.num_speculative_tokens == 0:
+        return {"num_speculative_tokens": 0, "max_num_running": limit}
+    return {**config.to_dict(), "max_num_running": limit}
+
+
+def _silent(_: str) -> None:
+    """Report to nobody."""
