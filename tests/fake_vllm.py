@@ -276,7 +276,9 @@ class FakeCore:
             max_model_len=8192,
             device={"kind": "cuda", "class": "Fake GPU", "sm": "9.0", "count": 1, "tp": 1},
             runtime={"vllm": "0.33.0", "kv_cache_dtype": "auto"},
-            status={"collection": "fused"} if self._has_plugin else {},
+            status={"workers": [{"collection": "fused", "draft_attention": "kernel"}]}
+            if self._has_plugin
+            else {},
         )
 
     def submit(

@@ -266,7 +266,7 @@ def test_the_engine_says_what_it_is() -> None:
     engine, _ = inline_engine()
     info = engine.info
     assert (info.backend, info.max_num_speculative_tokens) == ("vllm", 8)
-    assert info.runtime["attention_path"] == "fused"
+    assert info.runtime["attention_path"] == "fused+kernel"
     assert info.device["class"] == "Fake GPU"
     assert info.model["id"] == "fake/model"
 
@@ -324,8 +324,8 @@ def test_a_prompt_computed_in_chunks_marks_every_step_since_its_admission() -> N
 
 def test_both_arms_get_the_same_options_but_the_plugin_s() -> None:
     size = capacity(max_model_len=777, batch_size=5)
-    stock = engine_options(checkpoint(), size, dtype="auto", is_stock=True)
-    plugin = engine_options(checkpoint(), size, dtype="auto", is_stock=False)
+    stock = engine_options(checkpoint(), size, is_stock=True)
+    plugin = engine_options(checkpoint(), size, is_stock=False)
     speculative = plugin.pop("speculative_config")
     assert plugin == stock
     assert stock["max_num_seqs"] == 5

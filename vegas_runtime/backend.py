@@ -16,7 +16,7 @@ from vegas_runtime.machine import has_nvidia_driver
 from vegas_runtime.records import Run
 
 if TYPE_CHECKING:
-    from vegas_runtime.vllm_plugin.engine import VllmEngine
+    from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 
 BACKENDS: Final = ("auto", "reference", "vllm", "replay")
 
@@ -238,7 +238,14 @@ def open_backend(
 
         return ReplayEngine.open(Path(model)), reason
     if chosen == "vllm":
-        return _open_vllm(model, capacity, dtype=dtype, is_stock=False, report=report), reason
+        if capacity is None:
+            raise UsageError(
+                "vLLM sizes its KV cache and its graphs once, at the start, and was not told for "
+                "what.",
+                hint="Pass `capacity`, e.g. `Capacity.of(blocks, ...)`.",
+            )
+        checkpoint = find_checkpoint(model, dtype=dtype, report=report)
+        return open_vllm(checkpoint, capacity, report=report), reason
     from vegas_runtime.engine.reference import ReferenceEngine
 
     engine = ReferenceEngine.open(
@@ -251,67 +258,56 @@ def open_backend(
     return engine, reason
 
 
-def open_stock(
-    model: str,
-    *,
-    capacity: Capacity,
-    dtype: str = "auto",
-    report: Callable[[str], None] | None = None,
-) -> VllmEngine:
-    """Open vLLM as it is installed: without the plugin, at its own defaults, gamma 0 only.
+def find_checkpoint(
+    model: str, *, dtype: str = "auto", report: Callable[[str], None] | None = None
+) -> Checkpoint:
+    """A model on this machine's disk, before any engine is open: its prompts decide for what.
 
     Args:
-        model: what to serve.
-        capacity: of it, only batch size and context length matter.
+        model: alias, Hub id, folder or GGUF file; fetched and converted where need be.
         dtype: see `loading.served_facts`.
         report: told what takes long.
 
     Raises:
-        BackendError: vLLM is not installed or does not start.
-        ModelError: the model cannot be found, fetched or run.
-    """
-    return _open_vllm(model, capacity, dtype=dtype, is_stock=True, report=report)
-
-
-def load_tokenizer(model: str, report: Callable[[str], None] | None = None) -> Any:
-    """A model's own tokenizer, before any engine is open: prompts decide what an engine must hold.
-
-    Raises:
-        ModelError: the model cannot be found or fetched, or has no tokenizer.
+        ModelError: it cannot be found or fetched, or is no decoder.
     """
     from vegas_runtime.engine import loading
+    from vegas_runtime.vllm_plugin.engine import Checkpoint
 
-    return loading.load_tokenizer(loading.resolve_model(model), report or _silent)
+    source = loading.fetch(loading.resolve_model(model), report or _silent)
+    return Checkpoint(
+        folder=source.folder,
+        tokenizer=loading.load_tokenizer(source),
+        facts=loading.served_facts(source, dtype),
+    )
 
 
-def _open_vllm(
-    model: str,
-    capacity: Capacity | None,
+def open_vllm(
+    checkpoint: Checkpoint,
+    capacity: Capacity,
     *,
-    dtype: str,
-    is_stock: bool,
-    report: Callable[[str], None] | None,
+    is_stock: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> VllmEngine:
-    if capacity is None:
-        raise UsageError(
-            "vLLM sizes its KV cache and its graphs once, at the start, and was not told for what.",
-            hint="Pass `capacity`, e.g. `Capacity.of(blocks, ...)`.",
-        )
+    """Open vLLM on a checkpoint.
+
+    Args:
+        checkpoint: from `find_checkpoint`.
+        capacity: what the engine must be able to hold.
+        is_stock: as it is installed, without the plugin, at its own defaults, gamma 0 only.
+        report: told what takes long.
+
+    Raises:
+        BackendError: vLLM is not installed or does not start.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise BackendError(
             "vLLM is not installed, so it cannot be measured.",
             hint="pip install 'vegas-tune[vllm]', or use --backend reference.",
         )
-    from vegas_runtime.engine import loading
-    from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+    from vegas_runtime.vllm_plugin.engine import VllmEngine
 
-    source = loading.fetch(loading.resolve_model(model), report or _silent)
-    checkpoint = Checkpoint(
-        folder=source.folder,
-        tokenizer=loading.load_tokenizer(source),
-        facts=loading.served_facts(source, dtype),
-    )
-    return VllmEngine(checkpoint, capacity, dtype=dtype, is_stock=is_stock, report=report)
+    return VllmEngine(checkpoint, capacity, is_stock=is_stock, report=report)
 
 
 def _silent(_: str) -> None:

@@ -333,6 +333,32 @@ def mean_ratio(logs: Sequence[float], level: float = 0.95) -> Estimate:
     )
 
 
+def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Ratio of the geometric means of two groups that were not measured side by side.
+
+    Welch's interval on the logarithms: the groups may be of unequal size and spread.
+
+    Args:
+        numerators: positive figures, at least two.
+        denominators: the same of the other group.
+    """
+    top, bottom = np.log(numerators), np.log(denominators)
+    shares = [float(group.var(ddof=1)) / len(group) for group in (top, bottom)]
+    variance = sum(shares)
+    log_ratio = float(top.mean() - bottom.mean())
+    reach = 0.0
+    if variance > 0:
+        pairs = zip(shares, (top, bottom), strict=True)
+        freedom = variance**2 / sum(share**2 / (len(group) - 1) for share, group in pairs)
+        reach = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    return Estimate(
+        est=math.exp(log_ratio),
+        low=math.exp(log_ratio - reach),
+        high=math.exp(log_ratio + reach),
+        n=min(len(top), len(bottom)),
+    )
+
+
 def _ratio_by_batch_means(numerator: FloatArray, denominator: FloatArray) -> Estimate:
     """sum(numerator) / sum(denominator) with the t interval of a ratio over contiguous batches."""
     count = len(numerator)

@@ -24,6 +24,8 @@ from vegas_runtime.config import MAX_SPECULATIVE_TOKENS, SpeculationConfig
 from vegas_runtime.errors import UsageError, WorkloadError
 from vegas_tune.measure import Measurement
 
+# Not one of the sweep's own steps: another engine, which no decision rests on.
+STOCK: Final = "0-stock"
 SPARSITY: Final = "1-sparsity"
 GAMMA: Final = "2-gamma"
 REFINE: Final = "3-refine"
@@ -70,7 +72,7 @@ class Point:
     """One measurement to make.
 
     Attributes:
-        step: one of `STEPS`.
+        step: one of `STEPS`, or `STOCK`.
         config: the setting.
         block: index of the prompt block.
         replicate: unlike in any earlier round, equal within a round; shifts the sampling seed.

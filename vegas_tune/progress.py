@@ -13,7 +13,13 @@ from vegas_tune.decide import Decision
 from vegas_tune.laboratory import Measured, Outcome
 from vegas_tune.measure import Estimate
 
-_STEPS: Final = {"1-sparsity": "1/4", "2-gamma": "2/4", "3-refine": "3/4", "4-validate": "4/4"}
+_STEPS: Final = {
+    "0-stock": "stock",
+    "1-sparsity": "1/4",
+    "2-gamma": "2/4",
+    "3-refine": "3/4",
+    "4-validate": "4/4",
+}
 # Where nothing can be redrawn, long waits still get a line this often.
 _QUIET_S: Final = 15.0
 

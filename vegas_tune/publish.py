@@ -14,8 +14,16 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ProfileInvalidError
 from vegas_runtime.profile import Match, Profile, Workload, load_profile
 from vegas_tune.laboratory import Failed, Measured, Outcome
-from vegas_tune.measure import NUM_BATCHES, Estimate, accepted, mean_ratio, survival
+from vegas_tune.measure import (
+    NUM_BATCHES,
+    Estimate,
+    accepted,
+    mean_ratio,
+    significant,
+    survival,
+)
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE
+from vegas_tune.stock import EngineUse, StockArm
 from vegas_tune.sweep import SweepResult
 
 PROTOCOL_ID: Final = "steady-rounds-v1"
@@ -35,6 +43,8 @@ def build_profile(
     *,
     artifacts: Mapping[str, str],
     created: str,
+    stock: StockArm | None = None,
+    use: EngineUse | None = None,
 ) -> Profile:
     """Put a sweep's result into a sealed profile.
 
@@ -45,6 +55,8 @@ def build_profile(
         workload: its description.
         artifacts: SHA-256 by name of the files beside the profile.
         created: when, `YYYY-MM-DDTHH:MM:SSZ`.
+        stock: measured before and after, where the engine is vLLM.
+        use: what it took of the machine, where that is known.
     """
     plan = result.plan
     lens = [len(prompt) for block in blocks for prompt in block.prompts]
@@ -69,7 +81,7 @@ def build_profile(
         "workload": Workload.from_facts(workload).model_dump(
             mode="json", by_alias=True, exclude_none=True
         ),
-        "protocol": _protocol(result, info),
+        "protocol": _protocol(result, info, stock, use),
         "decisions": [decision.to_dict() for decision in result.decisions],
         "curves": {
             curve: _curve(result.outcomes, step, plan.plain, result.noise_floor_cv)
@@ -78,7 +90,7 @@ def build_profile(
         "artifacts": [{"name": name, "sha256": sha} for name, sha in sorted(artifacts.items())],
         "host": {"cpu": info.device["class"]} if info.device.get("kind") == "cpu" else {},
     }
-    results = _results(result)
+    results = _results(result, stock)
     if results is not None:
         values["results"] = results
     return Profile.model_validate(values).seal()
@@ -98,7 +110,9 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _protocol(result: SweepResult, info: EngineInfo) -> dict[str, Any]:
+def _protocol(
+    result: SweepResult, info: EngineInfo, stock: StockArm | None, use: EngineUse | None
+) -> dict[str, Any]:
     plan = result.plan
     values: dict[str, Any] = {
         "id": PROTOCOL_ID,
@@ -114,10 +128,30 @@ def _protocol(result: SweepResult, info: EngineInfo) -> dict[str, Any]:
         values["pairs"] = result.num_rounds
     if math.isfinite(result.noise_floor_cv):
         values["noise_floor_cv"] = result.noise_floor_cv
-    return values
+    other: dict[str, Any] = {}
+    if use is not None:
+        other = {
+            "engine_starts": use.plugin_starts,
+            "stock_engine_starts": use.stock_starts,
+            "gpu_minutes": round(use.gpu_minutes, 2),
+        }
+    if stock is not None and stock.passes:
+        other["prefix_cache_hit_share"] = significant(_hit_share(result))
+        rates = [one.figures.decode_tok_s.est for one in stock.passes]
+        other["stock_tok_s"] = [significant(rate) for rate in rates]
+        if stock.drift is not None:
+            other["stock_after_over_before"] = stock.drift.to_dict()
+    return values | ({"other": other} if other else {})
 
 
-def _results(result: SweepResult) -> dict[str, Any] | None:
+def _hit_share(result: SweepResult) -> float:
+    """Prompt tokens that were found in the prefix cache, of all; 0 where there is none."""
+    runs = [one.run for one in result.measured()]
+    asked = sum(run.num_prompt_tokens for run in runs)
+    return sum(run.num_cached_tokens for run in runs) / asked if asked else 0.0
+
+
+def _results(result: SweepResult, stock: StockArm | None) -> dict[str, Any] | None:
     """The selected setting's figures from validation alone; None when it was not validated."""
     runs = _by_config(result.measured(VALIDATE))
     plain, selected = result.plan.plain, result.selected
@@ -134,6 +168,10 @@ def _results(result: SweepResult) -> dict[str, Any] | None:
             for phase in own[0].figures.phases
         },
     }
+    # Where nothing is drafted, stock vLLM is what will be served.
+    against = stock.speedup(own) if stock is not None and selected != plain else None
+    if against is not None:
+        values["speedup_vs_stock"] = against.to_dict()
     if selected != plain:
         counts = _accepted(own)
         values["accepted_per_iteration"] = counts.to_dict()

@@ -32,7 +32,7 @@ from vegas_runtime.errors import StorageError, UsageError
 from vegas_runtime.records import read_json_lines, replace_file, write_json_lines
 from vegas_tune.evidence import outcome_from_row, outcome_to_row, pack_records
 from vegas_tune.laboratory import MAX_RETRIES, Failed, Measured, Outcome
-from vegas_tune.plan import SPARSITY, STEPS, Plan, Point
+from vegas_tune.plan import SPARSITY, STEPS, STOCK, Plan, Point
 
 # Wide enough for any plan, so that every step's plots share their axes.
 _DISTRIBUTIONS: Final[dict[str, BaseDistribution]] = {
@@ -192,7 +192,7 @@ class RunFolder:
         with self._writing():
             backend = JournalFileBackend(str(self._path / "study.journal"))
             self._storage = storage = JournalStorage(backend)
-            for step in STEPS:
+            for step in (*STEPS, STOCK):
                 study = optuna.create_study(
                     study_name=step,
                     storage=storage,

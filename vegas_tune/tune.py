@@ -13,16 +13,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from vegas_runtime.backend import PromptBlock, open_backend
+from vegas_runtime.backend import PromptBlock, open_backend, resolve_backend
 from vegas_runtime.errors import EXIT_CODES, UsageError
 from vegas_tune.plan import Plan, make_plan
 from vegas_tune.request import SERVED, SweepRequest
 from vegas_tune.workload import Workload, active_ratios, build_workload, check_budget_floor
 
 if TYPE_CHECKING:
+    from vegas_runtime.backend import EngineInfo
     from vegas_runtime.profile import Profile
+    from vegas_runtime.vllm_plugin.engine import VllmEngine
     from vegas_tune.laboratory import Laboratory
     from vegas_tune.progress import SweepProgress
+    from vegas_tune.stock import EngineUse, StockArm
+    from vegas_tune.study import RunFolder
     from vegas_tune.sweep import SweepResult
 
 RUNS_FOLDER: Final = Path("vegas-runs")
@@ -40,12 +44,14 @@ class SweepOutcome:
         profile: as written.
         path: the profile's file.
         backend_reason: which engine was taken, and why.
+        use: engine starts and GPU time of a sweep on vLLM.
     """
 
     result: SweepResult
     profile: Profile
     path: Path
     backend_reason: str
+    use: EngineUse | None = None
 
     @property
     def exit_code(self) -> int:
@@ -65,6 +71,7 @@ class SweepOutcome:
             "spent_s": round(self.result.spent_s, 1),
             "backend": self.backend_reason,
             "results": self.profile.to_dict().get("results"),
+            **({} if self.use is None else {"engine_use": self._use()}),
         }
 
     def to_text(self, _: object = None) -> str:
@@ -82,11 +89,32 @@ class SweepOutcome:
                 self.result.reason,
                 f"{len(self.result.outcomes)} measurements of {self.result.num_settings} settings "
                 f"in {self.result.spent_s:.0f} s",
+                *self._vllm_lines(),
                 f"profile: {self.path}",
                 f"next: vegas-tune apply {self.path}    vegas-tune report {self.path} --format "
                 "html --out report.html",
             ]
         )
+
+    def _use(self) -> dict[str, Any]:
+        assert self.use is not None
+        return {
+            "engine_starts": self.use.plugin_starts,
+            "stock_engine_starts": self.use.stock_starts,
+            "gpu_minutes": round(self.use.gpu_minutes, 2),
+        }
+
+    def _vllm_lines(self) -> Iterator[str]:
+        """The figure to publish, and what it took; nothing on an engine without another arm."""
+        results = self.profile.results
+        if results is not None and results.speedup_vs_stock is not None:
+            ratio = results.speedup_vs_stock
+            yield f"against stock vLLM: {ratio.est:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
+        if self.use is not None:
+            yield (
+                f"{self.use.plugin_starts} start of the tuned engine, {self.use.stock_starts} of "
+                f"stock vLLM; {self.use.gpu_minutes:.1f} GPU-minutes"
+            )
 
 
 def run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
@@ -106,29 +134,33 @@ def run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
 
 
 def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
-    from vegas_runtime.profile import write_profile
-    from vegas_tune.evidence import RECORDS_NAME
+    backend, reason = resolve_backend(request.backend)
+    if backend == "replay":
+        raise UsageError(
+            "a replay holds no text, so nothing can be swept on it from here.",
+            hint="`check` replays a profile's own records.",
+        )
+    progress.note(f"backend: {reason}")
+    carry_out = _on_vllm if backend == "vllm" else _on_one_engine
+    return carry_out(request, progress, reason)
+
+
+def _on_one_engine(request: SweepRequest, progress: SweepProgress, reason: str) -> SweepOutcome:
+    """Sweep an engine that grows with what it is given: opened first, asked for its tokenizer."""
     from vegas_tune.laboratory import Laboratory
-    from vegas_tune.publish import build_profile, creation_time
     from vegas_tune.study import RunFolder
     from vegas_tune.sweep import run_sweep
 
     opened_s = time.monotonic()
-    engine, reason = open_backend(
-        request.backend,
+    engine, _ = open_backend(
+        "reference",
         model=request.model,
         max_num_speculative_tokens=max(request.gammas or (request.max_gamma,)),
         dtype=request.dtype,
         device=request.device,
         report=progress.waiting,
     )
-    if engine.info.backend == "replay":
-        raise UsageError(
-            "a replay holds no text, so nothing can be swept on it from here.",
-            hint="`check` replays a profile's own records.",
-        )
     try:
-        progress.note(f"backend: {reason}")
         workload = build_workload(
             request.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
         )
@@ -141,20 +173,85 @@ def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
             lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
             with first_interrupt_finishes(lab, progress):
                 result = run_sweep(plan, lab, progress)
-            artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
-            path = folder / PROFILE_FILE
-            profile = build_profile(
-                result,
-                engine.info,
-                blocks,
-                workload.describe(),
-                artifacts=artifacts,
-                created=creation_time(path, artifacts),
-            )
-            write_profile(profile, path)
+            return _publish(result, engine.info, workload, folder, store, reason)
     finally:
         engine.close()
-    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason)
+
+
+def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> SweepOutcome:
+    """Sweep vLLM: sized for the workload, started once, stock vLLM measured on both sides of it."""
+    from vegas_runtime.backend import Capacity, find_checkpoint, open_vllm
+    from vegas_tune.laboratory import Laboratory
+    from vegas_tune.stock import EngineUse, StockArm
+    from vegas_tune.study import RunFolder
+    from vegas_tune.sweep import run_sweep
+
+    checkpoint = find_checkpoint(request.model, dtype=request.dtype, report=progress.waiting)
+    workload = build_workload(
+        request.spec, checkpoint.tokenizer, max_model_len=checkpoint.facts.get("max_model_len")
+    )
+    blocks = workload.blocks
+    plan = plan_sweep(request, checkpoint.facts, blocks, usable_ratios(request, workload))
+    capacity = Capacity.of(blocks, gammas=plan.gammas, ratios=plan.ratios, config=plan.base)
+    folder = run_folder(request, plan.identity)
+    progress.note(f"run folder: {folder}")
+
+    def start(*, is_stock: bool) -> VllmEngine:
+        return open_vllm(checkpoint, capacity, is_stock=is_stock, report=progress.waiting)
+
+    with RunFolder.open(folder, plan) as store:
+        stock = StockArm(plan, blocks, store, lambda: start(is_stock=True), progress)
+        stock.measure("before")
+        opened_s = time.monotonic()
+        engine = start(is_stock=False)
+        try:
+            load_s = time.monotonic() - opened_s
+            lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
+            with first_interrupt_finishes(lab, progress):
+                result = run_sweep(plan, lab, progress)
+            info = engine.info
+        finally:
+            engine.close()
+        stock.measure("after")
+        for failure in stock.failures:
+            progress.note(f"WARNING: a pass of stock vLLM failed: {failure.reason}")
+        use = EngineUse(
+            plugin_starts=engine.num_starts,
+            stock_starts=stock.num_starts,
+            held_s=engine.held_s + stock.held_s,
+        )
+        return _publish(result, info, workload, folder, store, reason, stock=stock, use=use)
+
+
+def _publish(
+    result: SweepResult,
+    info: EngineInfo,
+    workload: Workload,
+    folder: Path,
+    store: RunFolder,
+    reason: str,
+    *,
+    stock: StockArm | None = None,
+    use: EngineUse | None = None,
+) -> SweepOutcome:
+    from vegas_runtime.profile import write_profile
+    from vegas_tune.evidence import RECORDS_NAME
+    from vegas_tune.publish import build_profile, creation_time
+
+    artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
+    path = folder / PROFILE_FILE
+    profile = build_profile(
+        result,
+        info,
+        workload.blocks,
+        workload.describe(),
+        artifacts=artifacts,
+        created=creation_time(path, artifacts),
+        stock=stock,
+        use=use,
+    )
+    write_profile(profile, path)
+    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason, use=use)
 
 
 def usable_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ...]:
@@ -268,6 +365,7 @@ def describe(request: SweepRequest) -> dict[str, Any]:
         "prompt_tokens": length * prompts * len(blocks),
         "min_tokens": request.base.min_tokens,
         "inactive_ratios": sorted(set(request.ratios) - set(active)),
+        "backend": resolve_backend(request.backend)[0],
         **described,
     }
 
@@ -299,6 +397,11 @@ def describe_text(described: Mapping[str, Any]) -> str:
         "included; stops earlier when the decision is settled",
         f"disk: at most {described['disk_bytes'] / 1e6:.1f} MB",
     ]
+    if described["backend"] == "vllm":
+        lines.append(
+            "engine starts: one of vLLM with the plugin, within the budget; stock vLLM before and "
+            "after, beyond it"
+        )
     return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ class Checkpoint:
     Attributes:
         folder: what vLLM is given to load.
         tokenizer: the model's own (transformers').
-        facts: as `EngineInfo.model`.
+        facts: as `EngineInfo.model`; `dtype` is what it is served in.
     """
 
     folder: Path
@@ -57,7 +57,6 @@ class VllmEngine:
     Args:
         checkpoint: what to serve.
         capacity: what the engine must be able to hold.
-        dtype: `auto`, `bfloat16`, `float16` or `float32`.
         is_stock: leave the plugin out.
         report: told what takes long.
         launch: starts the process that runs vLLM.
@@ -72,7 +71,6 @@ class VllmEngine:
         checkpoint: Checkpoint,
         capacity: Capacity,
         *,
-        dtype: str = "auto",
         is_stock: bool = False,
         report: Report | None = None,
         launch: Launch = launch_host,
@@ -84,7 +82,7 @@ class VllmEngine:
         self._is_stock = is_stock
         self._report = report or _silent
         self._launch = launch
-        self._options = engine_options(checkpoint, capacity, dtype=dtype, is_stock=is_stock)
+        self._options = engine_options(checkpoint, capacity, is_stock=is_stock)
         self._child: Child | None = None
         self._facts: CoreFacts | None = None
         self._is_closed = False
@@ -103,7 +101,7 @@ class VllmEngine:
     def info(self) -> EngineInfo:
         """What is running, and on what."""
         facts = self._running_facts()
-        path = "stock" if self._is_stock else str(facts.status.get("collection", "plugin"))
+        path = "stock" if self._is_stock else _attention_path(facts.status)
         return EngineInfo(
             backend="vllm",
             model=dict(self._checkpoint.facts),
@@ -338,9 +336,7 @@ class VllmEngine:
             self._held_s += child.age_s
 
 
-def engine_options(
-    checkpoint: Checkpoint, capacity: Capacity, *, dtype: str, is_stock: bool
-) -> dict[str, Any]:
+def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool) -> dict[str, Any]:
     """Fields of vLLM's `EngineArgs`; what is not named here is left at vLLM's default.
 
     Both arms get what the workload needs and nothing else, so that their difference is the plugin.
@@ -348,7 +344,7 @@ def engine_options(
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
         "served_model_name": str(checkpoint.facts.get("id", checkpoint.folder.name)),
-        "dtype": dtype if dtype != "auto" else str(checkpoint.facts.get("dtype") or "auto"),
+        "dtype": str(checkpoint.facts["dtype"]),
         "max_model_len": capacity.max_model_len,
         "max_num_seqs": capacity.batch_size,
         "gpu_memory_utilization": capacity.gpu_memory_utilization,
@@ -379,6 +375,12 @@ def control_values(config: SpeculationConfig, limit: int | None) -> dict[str, An
     if config.num_speculative_tokens == 0:
         return {"num_speculative_tokens": 0, "max_num_running": limit}
     return {**config.to_dict(), "max_num_running": limit}
+
+
+def _attention_path(status: Mapping[str, Any]) -> str:
+    """How scores are collected and drafts attend, e.g. `fused+kernel`."""
+    worker = status["workers"][0]
+    return f"{worker['collection']}+{worker['draft_attention']}"
 
 
 def _silent(_: str) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from vegas_runtime.config import SamplingConfig
-from vegas_runtime.errors import ConfigError, VegasError
+from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.machine import device_facts, runtime_facts
 from vegas_runtime.vllm_plugin.driving import (
     Core,
@@ -84,9 +84,11 @@ class VllmCore:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine import EngineCoreEventType
+        from vllm.v1.engine.exceptions import EngineDeadError
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._make_params = SamplingParams
+        self._dead_error = EngineDeadError
         self._scheduled_event = EngineCoreEventType.SCHEDULED
         # `vllm serve`'s context: its defaults are what a user has today.
         self._engine = LLMEngine.from_engine_args(
@@ -131,22 +133,35 @@ class VllmCore:
 
     def poll(self) -> CoreOutput:
         """See `Core`."""
-        outputs = self._core.get_output()
-        stats = outputs.scheduler_stats
+        # What comes without statistics is no step's output.
+        while (stats := (outputs := self._core.get_output()).scheduler_stats) is None:
+            continue
         return CoreOutput(
             end_s=outputs.timestamp,
             emissions=[self._emission(output) for output in outputs.outputs],
-            num_running=stats.num_running_reqs if stats is not None else 0,
-            num_waiting=stats.num_waiting_reqs if stats is not None else 0,
+            num_running=stats.num_running_reqs,
+            num_waiting=stats.num_waiting_reqs,
         )
 
     def call(self, utility: str, *args: Any) -> Any:
-        """See `Core`."""
-        return self._core.call_utility(utility, *args)
+        """See `Core`.
+
+        Raises:
+            BackendError: the engine core refused it; it goes on running.
+        """
+        try:
+            return self._call_core(utility, *args)
+        except self._dead_error:
+            raise
+        except Exception as error:  # what was raised over there arrives as a bare `Exception`
+            raise BackendError(f"vLLM's engine core refused {utility}: {error}") from error
 
     def close(self) -> None:
         """See `Core`."""
         self._core.shutdown()
+
+    def _call_core(self, utility: str, *args: Any) -> Any:
+        return self._core.call_utility(utility, *args)
 
     def _emission(self, output: Any) -> Emission:
         emission = Emission(
@@ -171,7 +186,7 @@ class VllmCore:
         cache, scheduler = config.cache_config, config.scheduler_config
         status: dict[str, Any] = {}
         if has_plugin:
-            status = dict(self._core.collective_rpc("vegas_status")[0])
+            status = dict(self.call("vegas_status"))
         return CoreFacts(
             block_size=cache.block_size,
             num_kv_tokens=cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size,

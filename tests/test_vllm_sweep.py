@@ -1,0 +1,325 @@
+"""`sweep --backend vllm` from end to end, on the fake engine: three starts, one profile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoints import save_checkpoint
+from fake_vllm import FAST, Clock, InlineChild
+from test_request import options
+
+from vegas_runtime import backend
+from vegas_runtime.backend import Capacity
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.errors import BackendError, UsageError
+from vegas_runtime.profile import load_profile
+from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_tune import request as request_module
+from vegas_tune import tune
+from vegas_tune.evidence import unpack_records
+from vegas_tune.gate import replay_decisions
+from vegas_tune.laboratory import Measured
+from vegas_tune.measure import unpaired_ratio
+from vegas_tune.plan import STOCK
+from vegas_tune.progress import SweepProgress
+from vegas_tune.render import render
+from vegas_tune.request import VLLM, SweepRequest
+from vegas_tune.stock import PASSES, EngineUse
+from vegas_tune.tune import SweepOutcome
+
+GAMMAS = (1, 2, 3, 4, 6)
+
+
+class Garage:
+    """Hands out fake engines on one clock, and remembers them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.engines: list[VllmEngine] = []
+        self.children: list[InlineChild] = []
+        self.capacities: list[Capacity] = []
+        self.stock_options: dict[str, Any] = {}
+        self.plugin_options: dict[str, Any] = {}
+        self.on_start: Callable[[bool], None] = lambda is_stock: None
+        monkeypatch.setattr(backend, "open_vllm", self.open)
+
+    def open(
+        self, checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool = False, **_: Any
+    ) -> VllmEngine:
+        assert all(engine._child is None for engine in self.engines), "two engines at a time"
+        self.on_start(is_stock)
+        self.capacities.append(capacity)
+        arm = self.stock_options if is_stock else self.plugin_options
+
+        def launch(stock: bool) -> Any:
+            self.children.append(InlineChild(self.clock, seed=len(self.children), **arm))
+            return self.children[-1]
+
+        engine = VllmEngine(
+            checkpoint, capacity, is_stock=is_stock, launch=launch, clock=self.clock
+        )
+        self.engines.append(engine)
+        return engine
+
+    @property
+    def starts(self) -> list[str]:
+        return ["stock" if engine._is_stock else "plugin" for engine in self.engines]
+
+
+@pytest.fixture
+def garage(monkeypatch: pytest.MonkeyPatch) -> Garage:
+    return Garage(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_checkpoint(folder / "model", "llama")
+    words = "the quick brown fox jumps over a lazy dog while rain falls on the old mill"
+    rows = [
+        json.dumps({"text": (" ".join(words.split()[start:] + words.split()) * 3)[start:][:180]})
+        for start in range(12)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def _sweep(model: Path, run_dir: Path, **changes: Any) -> SweepOutcome:
+    given: dict[str, Any] = {
+        "model": str(model / "model"),
+        "backend": "vllm",
+        "workload": str(model / "prompts.jsonl"),
+        "batch": 4,
+        "waiting": 2,
+        "blocks": 2,
+        "max_new_tokens": 64,
+        "min_tokens": 4,
+        "gammas": ",".join(map(str, GAMMAS)),
+        "ratios": "0.03,0.05,0.1,0.3",
+        "temperature": 0.6,
+        "budget": "600s",
+        "run_dir": run_dir,
+        **changes,
+    }
+    request = SweepRequest.from_options(options(**given))
+    return tune.run(request, SweepProgress("vegas-tune sweep ..."))
+
+
+def _rate(gamma: int, ratio: float) -> float:
+    """The fake's throughput but for what ends and starts, up to a factor."""
+    p = FAST.agreement(ratio)
+    seconds = FAST.verify_s(gamma) + FAST.other_s
+    if gamma:
+        seconds += gamma * FAST.draft_s(ratio) + FAST.select_s
+    return float(1 + sum(p**i for i in range(1, gamma + 1))) / seconds
+
+
+def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
+    model: Path, tmp_path: Path, garage: Garage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = _sweep(model, tmp_path / "run")
+    assert outcome.result.status == "validated", outcome.result.reason
+    assert garage.starts == ["stock", "plugin", "stock"]
+    assert all(child.is_ended for child in garage.children)
+
+    chosen = outcome.result.selected
+    best = max(_rate(g, r) for g in GAMMAS for r in (0.03, 0.05, 0.1, 0.3))
+    assert _rate(chosen.num_speculative_tokens, chosen.sparsity_ratio) > 0.96 * best
+
+    profile = load_profile(outcome.path)
+    assert profile.backend == "vllm"
+    assert replay_decisions(profile, outcome.path.parent).status == "ok"
+    results = profile.results
+    assert results is not None
+    assert results.speedup_vs_stock is not None
+    # The fake's plugin costs nothing at gamma 0, so both ratios must say the same.
+    assert results.speedup_vs_stock.est == pytest.approx(results.speedup_vs_gamma0.est, rel=0.03)
+    assert results.speedup_vs_stock.low is not None
+    assert results.speedup_vs_stock.high is not None
+    assert results.speedup_vs_stock.low < results.speedup_vs_stock.est
+    facts = profile.protocol.to_facts() if profile.protocol else {}
+    assert (facts["engine_starts"], facts["stock_engine_starts"]) == (1, 2)
+    assert facts["gpu_minutes"] == pytest.approx(
+        sum(engine.held_s for engine in garage.engines) / 60, abs=0.02
+    )
+    assert len(facts["stock_tok_s"]) == 2 * PASSES
+    assert facts["prefix_cache_hit_share"] > 0.8
+    printed = outcome.to_text()
+    assert "1 start of the tuned engine, 2 of stock vLLM" in printed
+    assert "against stock vLLM: " in printed
+    assert outcome.to_dict()["engine_use"]["engine_starts"] == 1
+    assert "stock vLLM, before the sweep" in capsys.readouterr().err
+
+
+def test_both_arms_are_sized_alike_and_for_the_workload(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    _sweep(model, tmp_path / "run")
+    first, *others = garage.capacities
+    assert all(capacity == first for capacity in others)
+    assert first.batch_size == 4
+    assert first.gammas == (0, *GAMMAS)
+    assert first.max_ratio == 0.3
+
+
+def test_the_serving_block_is_what_the_plugin_reads(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    outcome = _sweep(model, tmp_path / "run")
+    profile = load_profile(outcome.path)
+    rendered = yaml.safe_load(render(profile, "yaml", model=str(model / "model")))
+    assert rendered["max-num-seqs"] == 4
+    speculative = rendered["speculative-config"]
+    assert SpeculationConfig.from_rfc(speculative) == outcome.result.selected
+
+
+def test_a_slower_plugin_engine_shows_against_stock_and_not_against_gamma_0(
+    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fake_vllm import FakeEngineCore
+
+    plain = FakeEngineCore._execute
+
+    def slower(self: FakeEngineCore, order: Any) -> Any:
+        duration_s, results = plain(self, order)
+        return duration_s * (1.25 if len(self._gammas) > 1 else 1.0), results
+
+    monkeypatch.setattr(FakeEngineCore, "_execute", slower)
+    results = load_profile(_sweep(model, tmp_path / "run").path).results
+    assert results is not None
+    assert results.speedup_vs_stock is not None
+    ratio = results.speedup_vs_gamma0.est / results.speedup_vs_stock.est
+    assert ratio == pytest.approx(1.25, rel=0.03)
+
+
+def test_the_same_command_again_measures_nothing_and_starts_no_stock_engine(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    first = _sweep(model, tmp_path / "run")
+    before = first.path.read_bytes()
+    again = _sweep(model, tmp_path / "run")
+    assert garage.starts == ["stock", "plugin", "stock", "plugin"]
+    assert again.result.selected == first.result.selected
+    older, newer = yaml.safe_load(before), yaml.safe_load(again.path.read_bytes())
+    assert newer["results"] == older["results"]
+    assert newer["decisions"] == older["decisions"]
+
+
+def test_an_interrupt_before_the_end_keeps_stock_s_passes(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    def stop(is_stock: bool) -> None:
+        if garage.starts == ["stock", "plugin"]:
+            raise KeyboardInterrupt
+
+    garage.on_start = stop
+    with pytest.raises(KeyboardInterrupt, match="Everything measured is kept"):
+        _sweep(model, tmp_path / "run")
+    garage.on_start = lambda is_stock: None
+    outcome = _sweep(model, tmp_path / "run")
+    assert garage.starts == ["stock", "plugin", "plugin", "stock"]
+    assert outcome.profile.results is not None
+    assert outcome.profile.results.speedup_vs_stock is not None
+
+
+def test_stock_is_evidence_and_no_decision_rests_on_it(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    outcome = _sweep(model, tmp_path / "run")
+    plan, outcomes = unpack_records(outcome.path.parent / "records.jsonl.z")
+    stock = [one for one in outcomes if one.point.step == STOCK]
+    assert len(stock) == 2 * PASSES
+    assert all(isinstance(one, Measured) for one in stock)
+    assert {one.point.block for one in stock} <= set(plan.validation_blocks)
+    assert all(one.point.step != STOCK for one in outcome.result.outcomes)
+
+
+def test_an_engine_that_does_not_start_ends_the_sweep_with_its_reason(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    def refuse(is_stock: bool) -> None:
+        if not is_stock:
+            raise BackendError("vLLM failed at `open`: no GPU.")
+
+    garage.on_start = refuse
+    with pytest.raises(BackendError, match="no GPU"):
+        _sweep(model, tmp_path / "run")
+    assert all(child.is_ended for child in garage.children)
+
+
+def test_a_setting_that_does_not_take_is_no_measurement(
+    model: Path, tmp_path: Path, garage: Garage
+) -> None:
+    garage.plugin_options = {"stuck": {"sparsity_ratio": 0.1}}
+    outcome = _sweep(model, tmp_path / "run")
+    failed = {one.point.config.sparsity_ratio for one in outcome.result.failures}
+    assert failed
+    assert 0.1 not in failed
+    assert "`sparsity_ratio` is 0.1 there" in outcome.result.failures[0].reason
+
+
+# ------------------------------------------------------------------ requests
+
+
+def test_vllm_has_defaults_of_its_own() -> None:
+    request = SweepRequest.from_options(options(backend="vllm"))
+    assert request.spec.batch_size == VLLM.batch
+    assert request.tokens == request_module.VLLM_TOKENS_PER_REQUEST * VLLM.batch
+    assert request.ratios == VLLM.ratios
+    # One token is left to compute after a hit on whole blocks.
+    assert VLLM.context % 16 == 1
+    large = SweepRequest.from_options(options(backend="vllm", batch=256))
+    assert large.tokens == request_module.VLLM_TOKENS_PER_REQUEST * 256
+    given = SweepRequest.from_options(options(backend="vllm", tokens=77, budget="1h"))
+    assert (given.tokens, given.budget_s) == (77, 3600)
+
+
+def test_default_starts_and_budget_leave_room_in_eight_minutes() -> None:
+    # 45 s is what a start took on an H200; prefill and three passes of stock add little.
+    assert VLLM.budget == "330s"
+    assert 330 + 2 * (45 + 20) <= 480
+
+
+def test_a_dry_run_says_which_engines_it_starts() -> None:
+    request = SweepRequest.from_options(options(backend="vllm"))
+    text = tune.describe_text(tune.describe(request))
+    assert "stock vLLM before and after" in text
+    own = tune.describe_text(tune.describe(SweepRequest.from_options(options(backend="reference"))))
+    assert "stock" not in own
+
+
+def test_a_replay_is_refused_before_anything_is_opened(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no text"):
+        _sweep(model, tmp_path / "run", backend="replay")
+
+
+def test_gpu_minutes_are_rounded_to_the_second() -> None:
+    use = EngineUse(plugin_starts=1, stock_starts=2, held_s=90.4)
+    assert use.gpu_minutes == 1.5
+
+
+# ------------------------------------------------------------------ the ratio of two groups
+
+
+def test_an_unpaired_ratio_covers_the_truth_as_often_as_it_says() -> None:
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    covered = 0
+    for _ in range(600):
+        tuned = 2.0 * np.exp(0.02 * random.standard_normal(8))
+        stock = np.exp(0.005 * random.standard_normal(6))
+        ratio = unpaired_ratio(tuned.tolist(), stock.tolist())
+        covered += ratio.low <= 2.0 <= ratio.high
+    # 95 % of 600 is 570; three standard deviations of a binomial are 16.
+    assert 554 <= covered <= 586
+
+
+def test_equal_groups_have_ratio_one_and_no_width() -> None:
+    ratio = unpaired_ratio([2.0, 2.0], [2.0, 2.0])
+    assert (ratio.low, ratio.est, ratio.high) == (1.0, 1.0, 1.0)
