@@ -43,19 +43,21 @@ def write_rows(
     *,
     device: str = "cpu",
     facts: Mapping[str, Any] | None = None,
+    folder: Path = RESULTS,
 ) -> Path:
-    """Merge rows into `results/<name>.json`.
+    """Merge rows into `<folder>/<name>.json`.
 
     Args:
         name: topic.
         rows: figures; a row of the same claim and case is replaced.
         device: `cpu` or `cuda`.
         facts: `machine` and `versions` of where the rows were measured; of here by default.
+        folder: where the file lies; one that is there is added to.
 
     Returns:
         The file written.
     """
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     own = {(row.claim, row.case) for row in rows}
     kept = [row for row in before if (row["claim"], row["case"]) not in own]
@@ -69,6 +71,6 @@ def write_rows(
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": kept + [asdict(row) for row in rows],
     }
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

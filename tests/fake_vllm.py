@@ -138,8 +138,9 @@ class FakeScheduler:
             sampled = results.sampled_token_ids[results.req_id_to_index[request_id]]
             if request is None or request.is_finished or not sampled:
                 continue
-            room = request.max_tokens - len(request.output)
-            new = sampled[:room]
+            # As vLLM does: the very list of the results is cut at the limit.
+            new = sampled
+            del new[request.max_tokens - len(request.output) :]
             is_first = not request.output
             request.output += new
             reason = "length" if len(request.output) >= request.max_tokens else ""

@@ -36,7 +36,7 @@ class Checkpoint:
 
     Attributes:
         folder: what vLLM is given to load.
-        tokenizer: the model's own (transformers').
+        tokenizer: the model's own (transformers'); None where only its speed is asked for.
         facts: as `EngineInfo.model`; `dtype` is what it is served in.
     """
 
@@ -351,6 +351,8 @@ def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "load_format": capacity.load_format,
+        # Token ids go in and come out; a folder without a tokenizer is as good.
+        "skip_tokenizer_init": checkpoint.tokenizer is None,
     }
     if is_stock:
         return options

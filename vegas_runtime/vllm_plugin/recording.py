@@ -168,15 +168,24 @@ class StepRecorder:
     def _after_update(self, update_from_output: Any) -> Any:
         @functools.wraps(update_from_output)
         def wrapped(order: Any, results: Any) -> Any:
-            outputs = update_from_output(order, results)
             number = getattr(order, STEP_ATTRIBUTE, None)
-            if number in self._open:
-                self._close(number, order, results, outputs)
+            if number not in self._open:
+                return update_from_output(order, results)
+            # Counted before: vLLM cuts these very lists where a request reaches its limit.
+            tokens = results.sampled_token_ids
+            sampled = {
+                request: len(tokens[row]) if tokens else 0
+                for request, row in results.req_id_to_index.items()
+            }
+            outputs = update_from_output(order, results)
+            self._close(number, order, sampled, outputs)
             return outputs
 
         return wrapped
 
-    def _close(self, number: int, order: Any, results: Any, outputs: Mapping[int, Any]) -> None:
+    def _close(
+        self, number: int, order: Any, sampled: Mapping[str, int], outputs: Mapping[int, Any]
+    ) -> None:
         end_s = self._now_s()
         scheduled_s, running, waiting = self._open.pop(number)
         start_s = scheduled_s if self._last_end_s is None else self._last_end_s
@@ -191,9 +200,6 @@ class StepRecorder:
         }
         drafts = order.scheduled_spec_decode_tokens
         drafted = [len(drafts.get(request, ())) for request in emitted]
-        sampled = [
-            len(results.sampled_token_ids[results.req_id_to_index[request]]) for request in emitted
-        ]
         self._closed.append(
             EngineStep(
                 number=number,
@@ -208,8 +214,8 @@ class StepRecorder:
                 num_draft_tokens=drafted,
                 num_accepted_tokens=[
                     # One of the sampled tokens is the target's own.
-                    count - 1 if has_drafts else 0
-                    for count, has_drafts in zip(sampled, drafted, strict=True)
+                    sampled[request] - 1 if has_drafts else 0
+                    for request, has_drafts in zip(emitted, drafted, strict=True)
                 ],
                 num_emitted_tokens=list(emitted.values()),
             )

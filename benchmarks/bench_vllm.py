@@ -1,0 +1,372 @@
+"""The plugin in vLLM 0.33 on one GPU: `python -m benchmarks.bench_vllm PART`, each within minutes.
+
+    throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here
+    lossless     ratio 1, greedy output against stock, distribution of a sampled token
+    shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
+    sweep        the default sweep of the command line: engine starts and GPU time
+
+Every part writes its rows at its end, and its raw step records beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_file import RESULTS, Row, write_rows
+from benchmarks.vllm_arms import (
+    BASE,
+    CONTEXT,
+    NEW_TOKENS,
+    SAMPLED,
+    TOKENS_PER_REQUEST,
+    Evidence,
+    block_of,
+    engine_of,
+    mean_of,
+    row,
+    say,
+    source_prompts,
+)
+from benchmarks.vllm_lossless import lossless
+from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.errors import EXIT_CODES
+from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_tune.bench import Silent
+from vegas_tune.laboratory import Laboratory, Measured
+from vegas_tune.measure import Measurement, mean_ratio, unpaired_ratio
+from vegas_tune.plan import make_plan
+from vegas_tune.sweep import run_sweep
+
+GAMMAS = (2, 4, 6, 8, 10)
+RATIOS = (0.03, 0.05, 0.07, 0.1, 0.15, 0.2)
+STOCK_PASSES = 3
+RACE_ROUNDS = 4
+# The setting whose acceptance the prototype reported.
+REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("throughput", "lossless", "shape", "sweep"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batches", default="32,128,256")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of tuning, for each batch")
+    parser.add_argument("--samples", type=int, default=20_480, help="of lossless, for each arm")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
+    args = parser.parse_args()
+    name, rows = "vllm_h200", []
+    try:
+        if args.part == "throughput":
+            batches = [int(part) for part in args.batches.split(",")]
+            rows = throughput(args.model, batches, seconds=args.seconds, data=args.data)
+        elif args.part == "lossless":
+            rows = lossless(find_checkpoint(args.model), num_samples=args.samples)
+        elif args.part == "shape":
+            rows = shape(args.data)
+        else:
+            name, rows = "sweep_h200", sweep(args.model, args.data)
+    finally:
+        for one in rows:
+            print(one)
+        if rows:
+            print(write_rows(name, rows, device="cuda", folder=args.out))
+
+
+# --------------------------------------------------------------------------- throughput
+
+
+def throughput(model: str, batches: Sequence[int], *, seconds: float, data: Path) -> list[Row]:
+    """Both arms at every batch size; one plugin engine start for all of them."""
+    checkpoint = find_checkpoint(model, report=say)
+    most = max(batches)
+    spare = most // 8 + 4
+    prompts = source_prompts(checkpoint.tokenizer, 2 * (most + spare))
+    say(f"{len(prompts)} prompts of {CONTEXT} tokens")
+    # Smaller batches use a part of the larger ones' prompts: they are prefilled once.
+    sets = {
+        size: [
+            block_of(prompts[start : start + size + size // 8 + 4], size, index=index)
+            for index, start in enumerate((0, most + spare))
+        ]
+        for size in batches
+    }
+    evidence = Evidence(data / f"vllm_h200_{'_'.join(map(str, batches))}.jsonl.z")
+    stock = {
+        size: _stock(checkpoint, _capacity(size), blocks[1], evidence)
+        for size, blocks in sets.items()
+    }
+    rows: list[Row] = []
+    try:
+        with engine_of(checkpoint, _capacity(most)) as engine:
+            for size, blocks in sorted(sets.items(), reverse=True):
+                say(f"batch {size}")
+                rows += _plugin(engine, blocks, stock[size], evidence, seconds=seconds)
+    finally:
+        evidence.write()
+    return rows
+
+
+def _capacity(batch_size: int) -> Capacity:
+    return Capacity(
+        batch_size=batch_size,
+        max_model_len=CONTEXT + NEW_TOKENS,
+        gammas=(0, *GAMMAS),
+        max_ratio=max(RATIOS),
+        config=BASE,
+    )
+
+
+def _stock(
+    checkpoint: Checkpoint, capacity: Capacity, block: PromptBlock, evidence: Evidence
+) -> list[Measurement]:
+    with engine_of(checkpoint, capacity, is_stock=True) as engine:
+        engine.prepare(block)
+        return [
+            evidence.take(engine, block, f"stock b{block.batch_size}", replicate=number)
+            for number in range(STOCK_PASSES)
+        ]
+
+
+def _plugin(
+    engine: VllmEngine,
+    blocks: Sequence[PromptBlock],
+    stock: Sequence[Measurement],
+    evidence: Evidence,
+    *,
+    seconds: float,
+) -> list[Row]:
+    size = blocks[0].batch_size
+    for block in blocks:
+        engine.prepare(block)
+    vegas = _tune(engine, blocks, "vegas", seconds, evidence)
+    stream = _tune(engine, blocks, "streaming_llm", seconds / 2, evidence)
+    arms = {"vegas": vegas, "streaming_llm": stream, "plain": BASE}
+    race: dict[str, list[Measurement]] = {name: [] for name in arms}
+    for number in range(RACE_ROUNDS):
+        # Forth and back: linear drift hits every arm alike over two rounds.
+        for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
+            engine.configure(arms[name])
+            what = f"race b{size} {name} {_named(arms[name])}"
+            race[name].append(evidence.take(engine, blocks[1], what, replicate=500 + number))
+    engine.configure(REPORTED)
+    reported = evidence.take(engine, blocks[1], f"b{size} {_named(REPORTED)}", replicate=900)
+    return _rows(size, arms, race, stock, reported)
+
+
+def _tune(
+    engine: VllmEngine,
+    blocks: Sequence[PromptBlock],
+    algorithm: str,
+    seconds: float,
+    evidence: Evidence,
+) -> SpeculationConfig:
+    """The three steps and validation, as the command line runs them, on these prompts."""
+    plan = make_plan(
+        BASE.replace(algorithm=algorithm),
+        blocks,
+        budget_s=seconds,
+        tokens=TOKENS_PER_REQUEST * blocks[0].batch_size,
+        ratios=RATIOS,
+        gammas=GAMMAS,
+    )
+    lab = Laboratory(plan, engine, blocks)
+    result = run_sweep(plan, lab, Silent())
+    for outcome in result.outcomes:
+        if isinstance(outcome, Measured):
+            evidence.keep(f"tune b{plan.batch_size} {algorithm} {outcome.point.key}", outcome.run)
+        else:
+            say(f"  failed: {outcome.point.key}: {outcome.reason}")
+    chosen = result.selected
+    if not chosen.num_speculative_tokens and result.finalists:
+        # The race is between drafting settings; whether to draft at all is its own row.
+        chosen = result.finalists[0]
+    say(
+        f"  {algorithm}: {_named(chosen)} ({result.status}) after {len(result.outcomes)} passes "
+        f"of {result.num_settings} settings in {result.spent_s:.0f} s"
+    )
+    return chosen
+
+
+def _rows(
+    size: int,
+    arms: dict[str, SpeculationConfig],
+    race: dict[str, list[Measurement]],
+    stock: Sequence[Measurement],
+    reported: Measurement,
+) -> list[Row]:
+    rates = {name: [one.decode_tok_s.est for one in passes] for name, passes in race.items()}
+    base = [one.decode_tok_s.est for one in stock]
+    logs = {name: [math.log(rate) for rate in found] for name, found in rates.items()}
+
+    def paired(one: str, other: str) -> Any:
+        pairs = zip(logs[one], logs[other], strict=True)
+        return mean_ratio([above - below for above, below in pairs])
+
+    case = f"b{size}"
+    best = max(("vegas", "streaming_llm"), key=lambda name: mean_of(logs[name]))
+    rows = [
+        row("speedup_vs_stock", case, unpaired_ratio(rates["vegas"], base), "x"),
+        row("speedup_vs_stock_best", f"{case} {best} {_named(arms[best])}",
+            unpaired_ratio(rates[best], base), "x"),
+        row("speedup_vs_gamma0", case, paired("vegas", "plain"), "x"),
+        row("vegas_vs_streaming_llm", case, paired("vegas", "streaming_llm"), "x"),
+        row("plugin_gamma0_vs_stock", case, unpaired_ratio(rates["plain"], base), "x"),
+        row("stock_decode", case, mean_of(base), "tok/s"),
+    ]  # fmt: skip
+    for name in ("vegas", "streaming_llm"):
+        last = race[name][-1]
+        named = f"{case} {name} {_named(arms[name])}"
+        rows.append(row("decode", named, mean_of(rates[name]), "tok/s"))
+        if last.accepted is not None:
+            rows.append(row("tuned_acceptance_length", named, _length(last), "tokens"))
+        rows += [
+            row("phase_ms", f"{named} {phase.removesuffix('_s')}", time.scaled(1000), "ms")
+            for phase, time in last.phases.items()
+            if time.est > 0
+        ]
+    named = f"{case} {_named(REPORTED)}"
+    rows.append(row("acceptance_length", named, _length(reported), "tokens"))
+    rows += [
+        row("first_i_drafts_accepted", f"{named}, i = {index}", share, "share")
+        for index, share in enumerate(reported.survival, start=1)
+    ]
+    return rows
+
+
+def _length(figures: Measurement) -> Any:
+    """Acceptance length, bonus token included, with its interval."""
+    accepted = figures.accepted
+    assert accepted is not None
+    return type(accepted)(
+        est=accepted.est + 1, low=accepted.low + 1, high=accepted.high + 1, n=accepted.n
+    )
+
+
+def _named(config: SpeculationConfig) -> str:
+    gamma = config.num_speculative_tokens
+    return f"gamma {gamma}, ratio {config.sparsity_ratio:g}" if gamma else "gamma 0"
+
+
+# --------------------------------------------------------------------------- a large shape
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 12288, "vocab_size": 151936, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False, "attention_bias": False,
+}  # fmt: skip
+SHAPE_CONTEXT = 122_001
+SHAPE_BATCH = 4
+SHAPE_TOKENS = 4 * 64
+
+
+def shape(data: Path) -> list[Row]:
+    """Time of a step at Qwen3-8B's shape, both arms; random weights, so no acceptance is told."""
+    folder = data / "qwen3_8b_shape"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    facts = {"id": "Qwen3-8B's shape", "dtype": "bfloat16"}
+    checkpoint = Checkpoint(folder=folder, tokenizer=None, facts=facts)
+    setting = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
+    capacity = Capacity(
+        batch_size=SHAPE_BATCH,
+        max_model_len=SHAPE_CONTEXT + 1024,
+        gammas=(0, 6),
+        max_ratio=0.07,
+        config=BASE,
+        load_format="dummy",
+    )
+    prompts = [
+        tuple((31 * place + 7 * index) % 150_000 for index in range(SHAPE_CONTEXT))
+        for place in range(SHAPE_BATCH)
+    ]
+    # Long enough that nobody ends and is prefilled again while the steps are timed.
+    block = block_of(prompts, SHAPE_BATCH, max_new_tokens=1000)
+    evidence = Evidence(data / "vllm_h200_shape.jsonl.z")
+    rows: list[Row] = []
+    case = f"Qwen3-8B's shape, {SHAPE_BATCH} x {SHAPE_CONTEXT}"
+    for arm in ("stock", "plugin"):
+        with engine_of(checkpoint, capacity, is_stock=arm == "stock") as engine:
+            started_s = time.monotonic()
+            engine.prepare(block)
+            say(f"prefilled in {time.monotonic() - started_s:.0f} s")
+            if arm == "plugin":
+                engine.configure(setting)
+            run = engine.run(
+                block, replicate=0, max_tokens=SHAPE_TOKENS, deadline_s=engine.now_s() + 60
+            )
+            evidence.keep(arm, run)
+            steps = [one for one in run.steps if one.kind == "decode"][2:]
+            for phase in ("verify_s", "draft_s", "select_s", "other_s"):
+                values = [getattr(step, phase) for step in steps]
+                if any(values):
+                    named = f"{case}, {arm} {phase.removesuffix('_s')}"
+                    rows.append(row("step_ms", named, 1000 * mean_of(values), "ms"))
+            rows.append(
+                row("step_ms", f"{case}, {arm}", 1000 * mean_of(s.duration_s for s in steps), "ms")
+            )
+            if arm == "plugin":
+                buffers = _buffers(engine.status)
+                rows.append(row("plugin_buffers_gib", case, buffers / 2**30, "GiB"))
+    evidence.write()
+    return rows
+
+
+def _buffers(status: Mapping[str, Any]) -> int:
+    """Bytes of score, index and draft buffers on one GPU."""
+    worker = status["workers"][0]
+    return int(worker["collector_bytes"] + worker["draft_bytes"])
+
+
+# --------------------------------------------------------------------------- the command line
+
+STARTS = ("engine_starts", "stock_engine_starts")
+FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
+
+
+def sweep(model: str, data: Path) -> list[Row]:
+    """The default sweep of the command line, a process of its own, timed from outside."""
+    folder = data / f"sweep_h200_{time.time_ns()}"
+    command = [
+        sys.executable, "-m", "vegas_tune.cli", "sweep", "--model", model, "--backend", "vllm",
+        "--temperature", str(SAMPLED.temperature), "--top-p", str(SAMPLED.top_p),
+        "--top-k", str(SAMPLED.top_k), "--run-dir", str(folder), "--json",
+    ]  # fmt: skip
+    started_s = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    wall_s = time.monotonic() - started_s
+    if done.returncode not in (EXIT_CODES["ok"], EXIT_CODES["inconclusive"]):
+        raise SystemExit(f"the sweep ended with {done.returncode}: {done.stdout}")
+    outcome = json.loads(done.stdout)
+    selected = SpeculationConfig.from_dict(outcome["selected"])
+    case = f"default plan, {_named(selected)} ({outcome['status']})"
+    use = outcome["engine_use"]
+    rows = [
+        *(row(name, case, float(use[name]), "starts") for name in STARTS),
+        row("gpu_minutes", case, use["gpu_minutes"], "min"),
+        row("wall_s", case, wall_s, "s"),
+    ]
+    for claim, unit in FIGURES.items():
+        found = (outcome["results"] or {}).get(claim)
+        if found is not None:
+            ends = {"low": found.get("low"), "high": found.get("high")}
+            rows.append(Row(claim=claim, case=case, value=found["est"], unit=unit, **ends))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

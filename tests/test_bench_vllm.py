@@ -1,0 +1,125 @@
+"""The GPU benchmark's own logic, on the fake engine: what it asks for and would publish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_vllm import FAST, Clock, InlineChild, checkpoint
+
+from benchmarks import bench_vllm, vllm_arms, vllm_lossless
+from benchmarks.results_file import Row
+from vegas_runtime.backend import Capacity
+from vegas_runtime.records import Run, read_json_lines
+from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+
+
+@pytest.fixture
+def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fake engines in place of vLLM; holds which arm each start was of."""
+    started: list[bool] = []
+    clock = Clock()
+
+    def engine(source: Checkpoint, capacity: Capacity, *, is_stock: bool = False) -> VllmEngine:
+        started.append(is_stock)
+        seed = len(started)
+
+        def launch(_: bool) -> Any:
+            return InlineChild(clock, seed=seed)
+
+        return VllmEngine(source, capacity, is_stock=is_stock, launch=launch, clock=clock)
+
+    def prompts(_: Any, count: int, length: int = 40) -> list[tuple[int, ...]]:
+        return [(place, *range(length - 1)) for place in range(count)]
+
+    monkeypatch.setattr(vllm_arms, "VllmEngine", engine)
+    for module in (bench_vllm, vllm_lossless):
+        monkeypatch.setattr(module, "source_prompts", prompts)
+    monkeypatch.setattr(bench_vllm, "CONTEXT", 40)
+    monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: checkpoint())
+    return started
+
+
+def _by_claim(rows: Sequence[Row], claim: str) -> dict[str, Row]:
+    return {row.case: row for row in rows if row.claim == claim}
+
+
+def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_path: Path) -> None:
+    rows = bench_vllm.throughput("fake", [4, 8], seconds=30.0, data=tmp_path)
+    assert arms == [True, True, False], "one start of stock for each batch, one of the plugin"
+    for claim in ("speedup_vs_stock", "speedup_vs_gamma0", "vegas_vs_streaming_llm"):
+        assert set(_by_claim(rows, claim)) == {"b4", "b8"}
+    # The fake knows no algorithm: both are the same engine at much the same setting.
+    against = _by_claim(rows, "vegas_vs_streaming_llm")["b8"]
+    assert against.value == pytest.approx(1.0, abs=0.06)
+    assert _by_claim(rows, "plugin_gamma0_vs_stock")["b4"].value == pytest.approx(1.0, abs=0.05)
+    p = FAST.agreement(0.07)
+    length = _by_claim(rows, "acceptance_length")["b8 gamma 6, ratio 0.07"]
+    assert length.value == pytest.approx(1 + sum(p**i for i in range(1, 7)), rel=0.03)
+    assert length.low is not None
+    assert length.low < length.value
+    # 4 or 8 requests decode in the same time here, so the best setting is the same; it drafts.
+    speedups = _by_claim(rows, "speedup_vs_stock")
+    assert all(row.value > 1.2 for row in speedups.values())
+
+
+def test_every_pass_of_throughput_is_kept_raw(arms: list[bool], tmp_path: Path) -> None:
+    bench_vllm.throughput("fake", [4], seconds=20.0, data=tmp_path)
+    rows = list(read_json_lines(tmp_path / "vllm_h200_4.jsonl.z"))
+    kinds = {row["what"].split()[0] for row in rows}
+    assert kinds == {"stock", "tune", "race", "b4"}
+    assert all(Run.from_dict(row["run"]).steps for row in rows)
+
+
+def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
+    arms: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fake draws tokens uniformly and never deterministically, whatever it is told; it has no
+    # collective_rpc to plant a bug with.
+    monkeypatch.setattr(vllm_lossless, "_plant", lambda engine: None)
+    monkeypatch.setattr(vllm_lossless, "_gap", lambda stock, prefix: 0.1)
+    monkeypatch.setattr(vllm_lossless, "NUM_GREEDY", 16)
+    monkeypatch.setattr(vllm_lossless, "GREEDY_TOKENS", 24)
+    monkeypatch.setattr(vllm_lossless, "GREEDY_CONTEXT", 65)
+    monkeypatch.setattr(vllm_lossless, "BATCH", 32)
+    rows = vllm_lossless.lossless(checkpoint(), num_samples=3000)
+    assert arms == [False, True]
+    tests = _by_claim(rows, "same_distribution_p")
+    assert len(tests) == 3
+    assert all(row.value > vllm_lossless.FALSE_ALARM_RATE for row in tests.values())
+    shares = _by_claim(rows, "greedy_outputs_differing")
+    assert [row.value for row in shares.values()] == [1.0, 1.0]
+    (p,) = _by_claim(rows, "greedy_p").values()
+    assert p.value == 1.0
+
+
+def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_vllm, "SHAPE_CONTEXT", 400)
+        patch.setattr(bench_vllm, "_buffers", lambda status: 2**30)
+        rows = bench_vllm.shape(tmp_path)
+    steps = _by_claim(rows, "step_ms")
+    plain = next(row for case, row in steps.items() if case.endswith(", stock"))
+    drafting = next(row for case, row in steps.items() if case.endswith(", plugin"))
+    assert plain.value == pytest.approx(1000 * FAST.verify_s(0), rel=0.15)
+    assert drafting.value > 2 * plain.value
+    assert (tmp_path / "vllm_h200_shape.jsonl.z").exists()
+
+
+def test_source_prompts_are_distinct_and_of_exact_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(3):
+        (tmp_path / f"m{index}.py").write_text("".join(f"x{n} = {index}\n" for n in range(2000)))
+    monkeypatch.setattr(vllm_arms.sys, "path", [str(tmp_path)])
+
+    def tokenizer(texts: list[str], verbose: bool) -> dict[str, Any]:
+        return {"input_ids": [[index, *map(ord, text)] for index, text in enumerate(texts)]}
+
+    found = vllm_arms.source_prompts(tokenizer, 12, 500)
+    assert {len(prompt) for prompt in found} == {500}
+    assert len(set(found)) == 12
+    with pytest.raises(SystemExit, match="prompts of 500 tokens were found"):
+        vllm_arms.source_prompts(tokenizer, 10_000, 500)
