@@ -76,7 +76,9 @@ def main() -> None:
     if not (folder / "config.json").exists():
         bed.save_tiny_llama(folder)
     if arm == "plugin":
-        bed.prepare_plugin(collector=PlainCollector)
+        # It prepares the plugin and then starts an engine, of which only the former is wanted.
+        bed.start = lambda *_, **__: None
+        bed.start_plugin(folder, collector=PlainCollector)
     engine = VllmEngine(
         Checkpoint(folder=folder, tokenizer=None, facts={"id": "tiny", "dtype": "float32"}),
         Capacity(
