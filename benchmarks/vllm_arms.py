@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.records import Run, write_json_lines
+from vegas_runtime.vllm_plugin.child import launch_host
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 from vegas_tune.measure import Estimate, Measurement, measure
 
@@ -95,6 +98,30 @@ def block_of(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
     )
+
+
+@contextmanager
+def stock_engines(
+    checkpoint: Checkpoint, capacities: Sequence[Capacity]
+) -> Iterator[list[VllmEngine]]:
+    """Stock engines of several sizes, started side by side; an idle one leaves the GPU alone."""
+    launch = functools.partial(launch_host, is_alone=False)
+    engines: list[VllmEngine] = []
+    started_s = time.monotonic()
+    try:
+        with ThreadPoolExecutor(len(capacities)) as pool:
+            starts = [
+                pool.submit(VllmEngine, checkpoint, capacity, is_stock=True, launch=launch)
+                for capacity in capacities
+            ]
+        engines = [start.result() for start in starts if start.exception() is None]
+        for start in starts:
+            start.result()
+        say(f"{len(engines)} stock engines started in {time.monotonic() - started_s:.0f} s")
+        yield engines
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 @contextmanager

@@ -22,11 +22,13 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     started: list[bool] = []
     clock = Clock()
 
-    def engine(source: Checkpoint, capacity: Capacity, *, is_stock: bool = False) -> VllmEngine:
+    def engine(
+        source: Checkpoint, capacity: Capacity, *, is_stock: bool = False, **_: Any
+    ) -> VllmEngine:
         started.append(is_stock)
         seed = len(started)
 
-        def launch(_: bool) -> Any:
+        def launch(stock: bool) -> Any:
             return InlineChild(clock, seed=seed)
 
         return VllmEngine(source, capacity, is_stock=is_stock, launch=launch, clock=clock)
@@ -47,7 +49,7 @@ def _by_claim(rows: Sequence[Row], claim: str) -> dict[str, Row]:
 
 
 def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_path: Path) -> None:
-    rows = bench_vllm.throughput("fake", [4, 8], seconds=30.0, data=tmp_path)
+    rows = bench_vllm.throughput("fake", [4, 8], seconds=150.0, data=tmp_path)
     assert arms == [True, True, False], "one start of stock for each batch, one of the plugin"
     for claim in ("speedup_vs_stock", "speedup_vs_gamma0", "vegas_vs_streaming_llm"):
         assert set(_by_claim(rows, claim)) == {"b4", "b8"}
@@ -66,7 +68,7 @@ def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_p
 
 
 def test_every_pass_of_throughput_is_kept_raw(arms: list[bool], tmp_path: Path) -> None:
-    bench_vllm.throughput("fake", [4], seconds=20.0, data=tmp_path)
+    bench_vllm.throughput("fake", [4], seconds=100.0, data=tmp_path)
     rows = list(read_json_lines(tmp_path / "vllm_h200_4.jsonl.z"))
     kinds = {row["what"].split()[0] for row in rows}
     assert kinds == {"stock", "tune", "race", "b4"}

@@ -77,6 +77,8 @@ class Capacity:
         max_ratio: largest sparsity ratio that will be configured.
         config: algorithm, floor and switches; its gamma and ratio do not matter.
         gpu_memory_utilization: share of the GPU's memory the engine may take.
+        kv_cache_bytes: size of the KV cache, for engines side by side on one GPU; what is left of
+            the engine's share by default.
         load_format: `auto`, or `dummy` for weights that are random numbers of the right shape.
 
     Raises:
@@ -89,6 +91,7 @@ class Capacity:
     max_ratio: float
     config: SpeculationConfig
     gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
     load_format: str = "auto"
 
     def __post_init__(self) -> None:

@@ -213,20 +213,28 @@ def root_cause(log: str) -> str:
     return found
 
 
-def launch_host(is_stock: bool) -> Child:
-    """Start the process of `host` in a session of its own; it opens an engine when told to."""
-    return launch([sys.executable, "-m", "vegas_runtime.vllm_plugin.host"], is_stock=is_stock)
+def launch_host(is_stock: bool, *, is_alone: bool = True) -> Child:
+    """Start the process of `host` in a session of its own; it opens an engine when told to.
+
+    Args:
+        is_stock: keep this project's plugin from being loaded.
+        is_alone: see `launch`.
+    """
+    command = [sys.executable, "-m", "vegas_runtime.vllm_plugin.host"]
+    return launch(command, is_stock=is_stock, is_alone=is_alone)
 
 
-def launch(command: list[str], *, is_stock: bool) -> Child:
+def launch(command: list[str], *, is_stock: bool, is_alone: bool = True) -> Child:
     """Start a command that serves a pipe, as `host` does.
 
     Args:
         command: the pipe's file descriptor is appended to it.
         is_stock: keep this project's plugin from being loaded.
+        is_alone: no other engine starts or ends meanwhile, so that what is in use afterwards tells
+            whether the memory came back.
     """
     handle, name = tempfile.mkstemp(prefix="vegas-vllm-", suffix=".log")
-    used = gpu_memory_used_bytes()
+    used = gpu_memory_used_bytes() if is_alone else None
     ours, theirs = Pipe()
     with os.fdopen(handle, "wb") as log, theirs:
         process = subprocess.Popen(

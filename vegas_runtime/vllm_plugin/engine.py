@@ -354,6 +354,8 @@ def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool
         # Token ids go in and come out; a folder without a tokenizer is as good.
         "skip_tokenizer_init": checkpoint.tokenizer is None,
     }
+    if capacity.kv_cache_bytes is not None:
+        options["kv_cache_memory_bytes"] = capacity.kv_cache_bytes
     if is_stock:
         return options
     start = capacity.config.replace(
