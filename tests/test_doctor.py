@@ -16,6 +16,7 @@ import pytest
 from vegas_runtime.engine.packaged import SMOLLM2
 from vegas_tune import doctor, requirements, surroundings
 from vegas_tune.doctor import Diagnosis, diagnose
+from vegas_tune.plugin_state import PluginState
 from vegas_tune.requirements import Package, RequirementsUnknownError, read_packages
 from vegas_tune.surroundings import Cache, Machine, Torch, look_at_cache, probe_torch
 
@@ -79,11 +80,13 @@ def look(monkeypatch: pytest.MonkeyPatch) -> Any:
         machine_: Machine | None = None,
         torch_: Torch | None = None,
         cache_: Cache | None = None,
+        plugin_: PluginState = PluginState(vllm=None),  # noqa: B008 - frozen
         packages: tuple[Package, ...] = (package("torch"), package("gguf", extra="demo")),
     ) -> Diagnosis:
         monkeypatch.setattr(doctor, "look_at_machine", lambda: machine_ or machine())
         monkeypatch.setattr(doctor, "probe_torch", lambda: torch_ or torch())
         monkeypatch.setattr(doctor, "look_at_cache", lambda: cache_ or cache())
+        monkeypatch.setattr(doctor, "look_at_plugin", lambda: plugin_)
         monkeypatch.setattr(doctor, "read_packages", lambda: packages)
         return diagnose()
 

@@ -216,6 +216,12 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def allowed_vllm_plugins() -> frozenset[str] | None:
+    """Names that `VLLM_PLUGINS` lets vLLM load; None where it is not set, which allows all."""
+    names = os.environ.get("VLLM_PLUGINS")
+    return None if names is None else frozenset(names.split(","))
+
+
 def is_offline() -> bool:
     """Whether the environment forbids fetching (`HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`)."""
     truthy = {"1", "true", "yes", "on"}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from vegas_runtime.backend import choose_backend
 from vegas_runtime.config import is_offline
 from vegas_runtime.engine.packaged import SMOLLM2
+from vegas_tune.plugin_state import PluginState, look_at_plugin
 from vegas_tune.requirements import PROJECT, Package, RequirementsUnknownError, read_packages
 from vegas_tune.surroundings import (
     Cache,
@@ -58,6 +59,7 @@ class Diagnosis:
         packages: requirements and what is installed; empty when they cannot be read.
         backend: what `--backend auto` takes.
         backend_reason: one sentence: that one, and why.
+        plugin: whether vLLM would draft when asked to, and by which paths.
         kernels: which implementation of the operations runs, and why.
         cache: the cache folder.
         is_offline: whether the environment forbids fetching.
@@ -69,6 +71,7 @@ class Diagnosis:
     packages: tuple[Package, ...]
     backend: str
     backend_reason: str
+    plugin: PluginState
     kernels: str
     cache: Cache
     is_offline: bool
@@ -106,6 +109,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at this machine; fetches nothing and leaves nothing behind."""
     machine, torch, cache = look_at_machine(), probe_torch(), look_at_cache()
+    plugin = look_at_plugin()
     problems: list[Problem] = []
     packages: tuple[Package, ...] = ()
     try:
@@ -124,12 +128,16 @@ def diagnose() -> Diagnosis:
     problems += _kernel_problems(torch)
     problems += _cache_problems(cache)
     problems += _memory_problems(machine)
+    found = plugin.problem()
+    if found is not None:
+        problems.append(Problem(what=found[0], fix=found[1], is_blocking=False))
     return Diagnosis(
         machine=machine,
         torch=torch,
         packages=packages,
         backend=backend,
         backend_reason=reason,
+        plugin=plugin,
         kernels=_kernels(torch),
         cache=cache,
         is_offline=is_offline(),
@@ -294,6 +302,7 @@ def _package_rows(packages: Iterable[Package]) -> Iterable[tuple[str, str]]:
 def _software_rows(diagnosis: Diagnosis) -> Iterable[tuple[str, str]]:
     cache = diagnosis.cache
     yield "backend auto", diagnosis.backend_reason
+    yield "vLLM plugin", line(diagnosis.plugin.to_text())
     yield "kernels", diagnosis.kernels
     writable = "writable" if cache.is_writable else "NOT writable"
     yield (
