@@ -19,8 +19,8 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, UsageError
 from vegas_runtime.profile import load_profile
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_tune import checking, tune
 from vegas_tune import request as request_module
-from vegas_tune import tune
 from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions
 from vegas_tune.laboratory import Measured
@@ -154,6 +154,32 @@ def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
     assert "against stock vLLM: " in printed
     assert outcome.to_dict()["engine_use"]["engine_starts"] == 1
     assert "stock vLLM, before the sweep" in capsys.readouterr().err
+
+
+def test_a_profile_of_vllm_is_checked_on_vllm(
+    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = _sweep(model, tmp_path / "run")
+    monkeypatch.setattr(checking, "open_vllm", garage.open)
+    monkeypatch.setattr(checking, "choose_backend", lambda: ("vllm", "because"))
+    verdict = checking.run(
+        outcome.path,
+        replay_only=False,
+        speedup=True,
+        model=str(model / "model"),
+        data=model / "prompts.jsonl",
+        budget="10m",
+        dtype="auto",
+        device="auto",
+        report=lambda _: None,
+    )
+    assert garage.starts == ["stock", "plugin", "stock", "plugin"]
+    assert garage.children[-1].is_ended
+    assert [one.tier for one in verdict.verdicts] == ["replay", "acceptance", "speedup"]
+    assert verdict.status != "regressed", verdict.to_text()
+    last = garage.capacities[-1]
+    assert outcome.result.selected.num_speculative_tokens in last.gammas
+    assert outcome.result.selected.sparsity_ratio <= last.max_ratio
 
 
 def test_both_arms_are_sized_alike_and_for_the_workload(

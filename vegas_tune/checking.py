@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vegas_runtime.backend import open_backend
+from vegas_runtime.backend import (
+    Capacity,
+    Engine,
+    choose_backend,
+    find_checkpoint,
+    open_backend,
+    open_vllm,
+)
+from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, UsageError
 from vegas_runtime.profile import WILDCARD, Profile, load_profile
+from vegas_runtime.profile_sections import Workload as Description
 from vegas_tune.apply import match_profile, raise_on_hard
 from vegas_tune.gate import Status, Verdict, replay_decisions
 from vegas_tune.request import parse_duration_s
-from vegas_tune.workload import workload_from_description
+from vegas_tune.workload import Workload, workload_from_description
 
 Report = Callable[[str], None]
 
@@ -134,25 +143,13 @@ def _measure(
         )
     if dtype == "auto" and recorded.dtype not in (None, WILDCARD):
         dtype = str(recorded.dtype)
-    engine, reason = open_backend(
-        "reference",
-        model=name,
-        max_num_speculative_tokens=_largest_gamma(profile),
-        dtype=dtype,
-        device=device,
-        report=report,
+    engine, workload = _open(
+        profile, profile.workload, name, data=data, dtype=dtype, device=device, report=report
     )
-    report(f"backend: {reason}")
     try:
         findings = match_profile(profile, engine.info)
         # Acceptance hardly depends on the machine; only tier 3 needs the profile's own device.
         raise_on_hard(f for f in findings if speedup or not f.field.startswith("device."))
-        workload = workload_from_description(
-            profile.workload.to_facts(),
-            engine.tokenizer,
-            data,
-            max_model_len=engine.info.model.get("max_model_len"),
-        )
         verdicts = [check_acceptance(folder, engine, workload.blocks, budget_s=budget_s)]
         if speedup:
             verdicts.append(check_speedup(folder, engine, workload.blocks, budget_s=budget_s))
@@ -161,7 +158,71 @@ def _measure(
         engine.close()
 
 
-def _largest_gamma(profile: Profile) -> int:
+def _open(
+    profile: Profile,
+    described: Description,
+    model: str,
+    *,
+    data: Path | None,
+    dtype: str,
+    device: str,
+    report: Report,
+) -> tuple[Engine, Workload]:
+    """The engine to measure on, and the recorded text made again.
+
+    A profile of vLLM is checked on vLLM where that runs; acceptance on any engine.
+    """
+    settings = _settings(profile)
+    backend = choose_backend()[0] if profile.backend == "vllm" else "reference"
+    report(f"backend: {backend}")
+    if backend == "vllm":
+        checkpoint = find_checkpoint(model, dtype=dtype, report=report)
+        workload = workload_from_description(
+            described.to_facts(),
+            checkpoint.tokenizer,
+            data,
+            max_model_len=checkpoint.facts.get("max_model_len"),
+        )
+        capacity = Capacity.of(
+            workload.blocks,
+            gammas=[config.num_speculative_tokens for config in settings],
+            ratios=[config.sparsity_ratio for config in settings],
+            config=profile.selected.default,
+        )
+        return open_vllm(checkpoint, capacity, report=report), workload
+    engine, _ = open_backend(
+        "reference",
+        model=model,
+        max_num_speculative_tokens=max(config.num_speculative_tokens for config in settings),
+        dtype=dtype,
+        device=device,
+        report=report,
+    )
+    try:
+        workload = workload_from_description(
+            described.to_facts(),
+            engine.tokenizer,
+            data,
+            max_model_len=engine.info.model.get("max_model_len"),
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return engine, workload
+
+
+def _settings(profile: Profile) -> list[SpeculationConfig]:
+    """Every setting of the profile that a tier may want to run again; one that drafts is sure."""
     points = (*profile.curves.gamma, *profile.curves.refine, *profile.curves.validation)
-    drafted = [point.num_speculative_tokens for point in points]
-    return max([profile.selected.default.num_speculative_tokens, *drafted])
+    default = profile.selected.default
+    return [
+        default,
+        *(
+            default.replace(
+                num_speculative_tokens=point.num_speculative_tokens,
+                sparsity_ratio=point.sparsity_ratio,
+            )
+            for point in points
+            if point.num_speculative_tokens
+        ),
+    ]
