@@ -22,9 +22,10 @@ from fake_vllm import (
     launch_fake,
 )
 
+from vegas_runtime import backend
 from vegas_runtime.backend import Capacity, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
-from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.errors import BackendError, ConfigError, UsageError
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
@@ -545,3 +546,17 @@ def test_fakes_are_as_strict_as_what_they_stand_for() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="not declared"):
         core.call("vegas_configure", {"num_speculative_tokens": 2, "sparsity_ratio": 0.2})
+
+
+def test_auto_passes_over_an_engine_that_nobody_sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "choose_backend", lambda: ("vllm", "because"))
+    opened: list[str] = []
+    monkeypatch.setattr(
+        "vegas_runtime.engine.reference.ReferenceEngine.open",
+        lambda **options: opened.append(options["model"]),
+    )
+    _, reason = backend.open_backend("auto", model="m", max_num_speculative_tokens=4)
+    assert opened == ["m"]
+    assert "sized for a workload" in reason
+    with pytest.raises(UsageError, match="sizes its KV cache"):
+        backend.open_backend("vllm", model="m", max_num_speculative_tokens=4)

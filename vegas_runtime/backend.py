@@ -224,7 +224,8 @@ def open_backend(
         max_num_speculative_tokens: largest gamma that will be configured.
         dtype: see `ReferenceEngine.open`, for vLLM `loading.served_facts`.
         device: see `ReferenceEngine.open`; vLLM takes the first device it sees.
-        capacity: what the engine must be able to hold; needed for vLLM.
+        capacity: what the engine must be able to hold; needed for vLLM, which `auto` passes over
+            without one.
         report: told what takes long.
 
     Returns:
@@ -236,6 +237,9 @@ def open_backend(
         ModelError: the model cannot be found, fetched or run.
     """
     chosen, reason = resolve_backend(name)
+    if name == "auto" and chosen == "vllm" and capacity is None:
+        chosen = "reference"
+        reason = "reference engine: vLLM has to be sized for a workload, and none was given yet"
     if chosen == "replay":
         from vegas_runtime.replay import ReplayEngine
 
@@ -245,7 +249,7 @@ def open_backend(
             raise UsageError(
                 "vLLM sizes its KV cache and its graphs once, at the start, and was not told for "
                 "what.",
-                hint="Pass `capacity`, e.g. `Capacity.of(blocks, ...)`.",
+                hint="Use --backend reference here.",
             )
         checkpoint = find_checkpoint(model, dtype=dtype, report=report)
         return open_vllm(checkpoint, capacity, report=report), reason
