@@ -13,7 +13,6 @@ from vegas_tune.measure import (
     Counts,
     Estimate,
     Measurement,
-    Unsteady,
     accepted,
     decode_tok_s,
     mean_ratio,
@@ -22,9 +21,9 @@ from vegas_tune.measure import (
     pool,
     position_acceptance,
     request_counts,
-    steady_steps,
     survival,
 )
+from vegas_tune.steady import Unsteady, steady_steps
 
 
 def _step(

@@ -81,37 +81,62 @@ class Bench:
         self._block = blocks[self._rounds % len(blocks)]
         self._rounds += 1
 
-    def measure(self, step: str, config: SpeculationConfig) -> Measured | None:
-        """Measure one setting in the open round.
+    def measure(self, step: str, config: SpeculationConfig) -> tuple[Measured, ...]:
+        """Measure one setting in the open round, at every place at the same time.
 
         Returns:
-            None when it failed, is dominated by one that ran out of memory, or does not fit into
-            the step's share of the budget.
+            Nothing when it failed everywhere, is dominated by one that ran out of memory, or does
+            not fit into the step's share of the budget.
         """
         if self._is_dominated(config):
-            return None
+            return ()
         limit_s = self._plan.budget_s * BUDGET_SHARES[step]
         if self.spent_s + self._estimate_s(step, config) > limit_s:
             self.is_budget_spent = True
-            return None
-        point = Point(
-            step=step,
-            config=config,
-            block=self._block,
-            # A round's number is never used again, so no sample of a search step can return in
-            # validation.
-            replicate=self._rounds - 1,
-            max_tokens=self._tokens(step),
-        )
-        outcome = self._lab.measure(point)
-        self.outcomes.append(outcome)
-        self._progress.measured(outcome, self.spent_s)
-        return outcome if isinstance(outcome, Measured) else None
+            return ()
+        points = [
+            Point(
+                step=step,
+                config=config,
+                block=self._block,
+                # A round's number is never used again, so no sample of a search step can return in
+                # validation.
+                replicate=self._rounds - 1,
+                max_tokens=self._tokens(step),
+                place=place,
+            )
+            for place in range(self._plan.places)
+        ]
+        outcomes = self._lab.measure_places(points)
+        for outcome in outcomes:
+            self.outcomes.append(outcome)
+            self._progress.measured(outcome, self.spent_s)
+        return tuple(outcome for outcome in outcomes if isinstance(outcome, Measured))
 
     def measure_all(self, step: str, configs: Iterable[SpeculationConfig]) -> list[Measured]:
         """Measure settings in this order; those that worked."""
-        results = [self.measure(step, config) for config in configs]
-        return [result for result in results if result is not None]
+        return [measured for config in configs for measured in self.measure(step, config)]
+
+    def compare(
+        self, step: str, configs: Sequence[SpeculationConfig], *, is_backwards: bool
+    ) -> list[dict[SpeculationConfig, float]]:
+        """Measure settings side by side, in the open round.
+
+        Args:
+            step: what for.
+            configs: what to compare.
+            is_backwards: take them in the opposite order; a round forth and one back are ABBA, so
+                that linear drift cancels.
+
+        Returns:
+            Log throughput by setting, once for each device on which all of them worked.
+        """
+        results = self.measure_all(step, configs[::-1] if is_backwards else configs)
+        by_device: dict[tuple[int, str], dict[SpeculationConfig, float]] = {}
+        for one in results:
+            rates = by_device.setdefault((one.point.place, one.where), {})
+            rates[one.point.config] = math.log(one.figures.decode_tok_s.est)
+        return [rates for rates in by_device.values() if len(rates) == len(configs)]
 
     def has_room_for(self, step: str, configs: Iterable[SpeculationConfig]) -> bool:
         """Whether a whole round of these settings fits into what is left of the budget."""
@@ -195,4 +220,6 @@ def _cell(measured: Measured) -> Cell:
     rate = measured.figures.decode_tok_s
     # 1.96: the interval is shown at 95 %; only its scale matters here.
     log_se = rate.half_width / 1.96
-    return Cell(measured.point.replicate, measured.point.config, math.log(rate.est), log_se)
+    # A device is a block: settings measured on two of them are never compared directly.
+    compared_in = (measured.point.replicate, measured.point.place, measured.where)
+    return Cell(compared_in, measured.point.config, math.log(rate.est), log_se)

@@ -5,24 +5,25 @@ Each rule errs on the side of asking for more data, and says when it had to deci
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import isotonic_regression
-from scipy.special import stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_tune.measure import (
     Estimate,
-    FloatArray,
     RequestCounts,
     mean_ratio,
     resample_weights,
     significant,
 )
+from vegas_tune.steady import FloatArray
 
 # A plateau is a stretch: without this, two neighbouring ratios on a rising curve would be one.
 PLATEAU_SPAN: Final = 1.5
@@ -73,6 +74,22 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, float):
         return significant(value) if math.isfinite(value) else None
     return value
+
+
+def spending_levels(looks: Sequence[int], alpha: float) -> tuple[float, ...]:
+    """Chance of error to allow at each of several looks, so that all together keep `alpha`.
+
+    Little early, most of it at the last look (Lan and DeMets 1983 with the O'Brien-Fleming
+    function): what is settled early must be clear, and the end is hardly dearer than one look.
+    The parts add up to `alpha`, so the total holds however the looks are correlated.
+
+    Args:
+        looks: observations at each look, ascending.
+        alpha: one-sided chance of error of all looks together.
+    """
+    threshold = float(ndtri(1 - alpha / 2))
+    spent = [2 * float(ndtr(-threshold / math.sqrt(look / looks[-1]))) for look in looks]
+    return tuple(after - before for before, after in itertools.pairwise([0.0, *spent]))
 
 
 # --------------------------------------------------------------------------- step 1: plateau
@@ -174,9 +191,9 @@ def _mean_accepted(
 
 
 class Cell(NamedTuple):
-    """Throughput of one measurement: interleaved rounds share machine state and text."""
+    """Throughput of one measurement: interleaved rounds share device, its state, and text."""
 
-    round: int
+    round: Hashable
     config: SpeculationConfig
     log_rate: float
     log_se: float

@@ -73,8 +73,18 @@ def choice_decision(
     choice: Choice,
     predicted: Mapping[SpeculationConfig, float],
     noise_cv: float,
+    dropped: Mapping[SpeculationConfig, int],
 ) -> Decision:
-    """A search step's setting, with what was predicted beside what was measured."""
+    """A search step's setting, with what was predicted beside what was measured.
+
+    Args:
+        step: of the sweep.
+        rule: its name.
+        choice: what was chosen from what.
+        predicted: throughput expected of each setting.
+        noise_cv: run-to-run coefficient of variation met.
+        dropped: after how many rounds of a race settings dropped out.
+    """
     why = f"{named(choice.leader)} is the fastest of {len(choice.relative)} measured"
     if choice.chosen != choice.leader:
         share = choice.relative[choice.chosen].est
@@ -86,7 +96,9 @@ def choice_decision(
         why=f"{why}.",
         resolved=choice.resolved,
         alternatives=tuple(
-            _setting(config) | {"relative_tok_s": relative, "predicted_tok_s": predicted[config]}
+            _setting(config)
+            | {"relative_tok_s": relative, "predicted_tok_s": predicted[config]}
+            | ({"dropped_after_rounds": dropped[config]} if config in dropped else {})
             for config, relative in choice.relative.items()
         ),
         data={"noise_cv": noise_cv},

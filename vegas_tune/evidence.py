@@ -10,8 +10,8 @@ from typing import Any, Final
 from vegas_runtime.errors import StorageError
 from vegas_runtime.records import Run, read_json_lines, write_json_lines
 from vegas_tune.laboratory import Failed, Measured, Outcome
-from vegas_tune.measure import Unsteady, steady_steps
 from vegas_tune.plan import Plan, Point
+from vegas_tune.steady import Unsteady, steady_steps
 
 RECORDS_NAME: Final = "records.jsonl.z"
 RECORDS_KIND: Final = "vegas-tune/records"
@@ -29,6 +29,8 @@ def outcome_to_row(outcome: Outcome) -> dict[str, Any]:
         "attempt": outcome.attempt,
         "cost_s": outcome.cost_s,
     }
+    if outcome.where:
+        row["where"] = outcome.where
     if isinstance(outcome, Measured):
         return row | {"run": outcome.run.to_dict()}
     return row | {"failure": {"kind": outcome.kind, "reason": outcome.reason}}
@@ -50,6 +52,7 @@ def outcome_from_row(row: Mapping[str, Any]) -> Outcome:
             "point": Point.from_dict(row["point"]),
             "attempt": int(row["attempt"]),
             "cost_s": float(row["cost_s"]),
+            "where": str(row.get("where", "")),
         }
         if "failure" in row:
             failure = row["failure"]

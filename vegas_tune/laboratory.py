@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from vegas_runtime.backend import Engine, PromptBlock
 from vegas_runtime.errors import BackendError, StorageError
 from vegas_runtime.records import Run
-from vegas_tune.measure import Measurement, Unsteady, measure, steady_steps
+from vegas_tune.measure import Measurement, measure
 from vegas_tune.plan import Plan, Point
+from vegas_tune.steady import Unsteady, steady_steps
 
 MAX_RETRIES: Final = 2
 # Failures of the machine rather than of the setting; anything else would only fail again.
@@ -36,12 +37,14 @@ class Measured:
         attempt: 0, or how often it was tried before.
         cost_s: engine time since the previous measurement ended, preparation included.
         run: the records.
+        where: device it was measured on; empty in a run of one engine.
     """
 
     point: Point
     attempt: int
     cost_s: float
     run: Run
+    where: str = ""
 
     @cached_property
     def figures(self) -> Measurement:
@@ -59,8 +62,9 @@ class Failed:
         point: what was asked for.
         attempt: 0, or how often it was tried before.
         cost_s: engine time since the previous measurement ended.
-        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch` or `killed`.
+        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch`, `hang` or `killed`.
         reason: one sentence for the user.
+        where: device it was tried on; empty in a run of one engine.
     """
 
     point: Point
@@ -68,6 +72,7 @@ class Failed:
     cost_s: float
     kind: str
     reason: str
+    where: str = ""
 
 
 Outcome = Measured | Failed
@@ -82,6 +87,12 @@ class Lab(Protocol):
 
     def measure(self, point: Point) -> Outcome:
         """The result of a point; retries are behind it, their costs are counted."""
+
+    def measure_places(self, points: Sequence[Point]) -> tuple[Outcome, ...]:
+        """The results of points that are measured at the same time, each at its own place.
+
+        Retries are behind it, their costs are counted.
+        """
 
 
 class Store(Protocol):
@@ -128,16 +139,24 @@ class MemoryStore:
         """See `Store`."""
 
 
-def _attempts(
-    point: Point, result: Callable[[Point, int], Outcome], count: Callable[[Outcome], None]
-) -> Outcome:
+def is_final(outcome: Outcome) -> bool:
+    """Whether a point is not tried again after this."""
+    if isinstance(outcome, Measured) or outcome.kind not in RETRIED_KINDS:
+        return True
+    return outcome.attempt >= MAX_RETRIES
+
+
+def attempts(point: Point, result: Callable[[Point, int], Outcome]) -> list[Outcome]:
     """Try until it works, fails for good, or has been retried often enough."""
-    for attempt in range(MAX_RETRIES + 1):
-        outcome = result(point, attempt)
-        count(outcome)
-        if isinstance(outcome, Measured) or outcome.kind not in RETRIED_KINDS:
-            break
-    return outcome
+    tried = [result(point, 0)]
+    while not is_final(tried[-1]):
+        tried.append(result(point, len(tried)))
+    return tried
+
+
+def cost_side_by_side(tried: Iterable[Sequence[Outcome]]) -> float:
+    """Time that points on devices of their own take together, with their retries: the longest."""
+    return max(sum(outcome.cost_s for outcome in one) for one in tried)
 
 
 class RecordedLab:
@@ -151,13 +170,23 @@ class RecordedLab:
         self._store = MemoryStore(outcomes)
         self.spent_s = 0.0
 
+    def measure_places(self, points: Sequence[Point]) -> tuple[Outcome, ...]:
+        """The recorded results.
+
+        Raises:
+            StorageError: one is not among the records.
+        """
+        tried = [attempts(point, self._recorded) for point in points]
+        self.spent_s += cost_side_by_side(tried)
+        return tuple(one[-1] for one in tried)
+
     def measure(self, point: Point) -> Outcome:
-        """The recorded result.
+        """The recorded result of one point.
 
         Raises:
             StorageError: it is not among the records.
         """
-        return _attempts(point, self._recorded, self._count)
+        return self.measure_places([point])[0]
 
     def _recorded(self, point: Point, attempt: int) -> Outcome:
         outcome = self._store.find(point, attempt)
@@ -167,9 +196,6 @@ class RecordedLab:
                 "sweep asks for at this place: records are missing, or were changed."
             )
         return outcome
-
-    def _count(self, outcome: Outcome) -> None:
-        self.spent_s += outcome.cost_s
 
 
 class Laboratory:
@@ -195,8 +221,8 @@ class Laboratory:
         self._plan = plan
         self._engine = engine
         self._blocks = blocks
+        self._performer = Performer(engine, blocks, load_s=load_s, run=self._run)
         self._store: Store = MemoryStore() if store is None else store
-        self._mark_s = engine.now_s() - load_s
         self._stops_soon = False
         self.spent_s = 0.0
         self.num_fresh = 0
@@ -211,66 +237,115 @@ class Laboratory:
         Raises:
             StorageError: the result could not be kept.
         """
-        return _attempts(point, self._find_or_measure, self._count)
+        return attempts(point, self._find_or_measure)[-1]
 
-    def _count(self, outcome: Outcome) -> None:
-        self.spent_s += outcome.cost_s
+    def measure_places(self, points: Sequence[Point]) -> tuple[Outcome, ...]:
+        """See `Lab`: one engine is one place."""
+        (point,) = points
+        return (self.measure(point),)
+
+    def _run(self, point: Point, deadline_s: float) -> Run:
+        return run_point(self._engine, self._blocks, point, deadline_s)
 
     def _find_or_measure(self, point: Point, attempt: int) -> Outcome:
         stored = self._store.find(point, attempt)
         if stored is not None:
+            self.spent_s += stored.cost_s
             return stored
         if self._stops_soon:
             raise KeyboardInterrupt
         self._store.begin(point, attempt)
         try:
-            outcome = self._perform(point, attempt)
+            limit_s = self._plan.budget_s - self.spent_s
+            outcome = self._performer.perform(point, attempt, limit_s)
         except KeyboardInterrupt:
             self._store.abandon(point, attempt, "interrupted")
             raise
         self._store.finish(outcome)
         self.num_fresh += 1
+        self.spent_s += outcome.cost_s
         return outcome
 
-    def _perform(self, point: Point, attempt: int) -> Outcome:
-        deadline_s = self._mark_s + self._plan.budget_s - self.spent_s
+
+class Performer:
+    """Carries out measurements on an engine and says what became of them.
+
+    Args:
+        engine: what measures.
+        blocks: the workload.
+        where: device it runs on; settings of a round are compared on one device only.
+        load_s: time already spent, e.g. loading the model; charged to the first measurement.
+        run: makes the pass, from a point and a deadline; `run_point` by default.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        blocks: Sequence[PromptBlock],
+        *,
+        where: str = "",
+        load_s: float = 0.0,
+        run: Callable[[Point, float], Run] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._run = run or (lambda point, deadline: run_point(engine, blocks, point, deadline))
+        self._where = where
+        self._mark_s = engine.now_s() - load_s
+
+    def perform(self, point: Point, attempt: int, limit_s: float) -> Outcome:
+        """Measure a point.
+
+        Args:
+            point: what to measure.
+            attempt: how often it was tried before.
+            limit_s: time it may take, counted from the end of the measurement before.
+        """
+        deadline_s = self._mark_s + limit_s
         failure: tuple[str, str] | None = None
         try:
             run = rounded(self._run(point, deadline_s))
         except (MemoryError, RuntimeError, OSError, ArithmeticError, BackendError) as error:
             failure = classify(error)
         else:
-            failure = self._objection(point, run)
+            failure = _objection(point, run)
         now_s = self._engine.now_s()
         # Rounded here, so that a stored cost and a live one lead to the same decision.
         cost_s = round(now_s - self._mark_s, 6)
         self._mark_s = now_s
+        common: dict[str, Any] = {
+            "point": point, "attempt": attempt, "cost_s": cost_s, "where": self._where,
+        }  # fmt: skip
         if failure is None:
-            return Measured(point=point, attempt=attempt, cost_s=cost_s, run=run)
+            return Measured(**common, run=run)
         kind, reason = failure
         if kind in RETRIED_KINDS and now_s >= deadline_s:
             kind, reason = "timeout", f"the budget ended during the measurement ({reason})"
-        return Failed(point=point, attempt=attempt, cost_s=cost_s, kind=kind, reason=reason)
+        return Failed(**common, kind=kind, reason=reason)
 
-    def _run(self, point: Point, deadline_s: float) -> Run:
-        block = self._blocks[point.block]
-        self._engine.configure(point.config)
-        self._engine.prepare(block)
-        return self._engine.run(
-            block, replicate=point.replicate, max_tokens=point.max_tokens, deadline_s=deadline_s
-        )
 
-    def _objection(self, point: Point, run: Run) -> tuple[str, str] | None:
-        """Why a pass that ended is no measurement of the point."""
-        if run.config != point.config:
-            differing = [
-                f"{name} is {value!r}, not {getattr(point.config, name)!r}"
-                for name, value in run.config.to_dict().items()
-                if value != getattr(point.config, name)
-            ]
-            return "mismatch", f"the engine ran another setting: {', '.join(differing)}."
-        steps = steady_steps(run)
-        return (steps.kind, steps.reason) if isinstance(steps, Unsteady) else None
+def run_point(
+    engine: Engine, blocks: Sequence[PromptBlock], point: Point, deadline_s: float
+) -> Run:
+    """Set the engine to a point and make one pass."""
+    block = blocks[point.block]
+    engine.configure(point.config)
+    engine.prepare(block)
+    return engine.run(
+        block, replicate=point.replicate, max_tokens=point.max_tokens, deadline_s=deadline_s
+    )
+
+
+def _objection(point: Point, run: Run) -> tuple[str, str] | None:
+    """Why a pass that ended is no measurement of the point."""
+    if run.config != point.config:
+        differing = [
+            f"{name} is {value!r}, not {getattr(point.config, name)!r}"
+            for name, value in run.config.to_dict().items()
+            if value != getattr(point.config, name)
+        ]
+        return "mismatch", f"the engine ran another setting: {', '.join(differing)}."
+    steps = steady_steps(run)
+    return (steps.kind, steps.reason) if isinstance(steps, Unsteady) else None
 
 
 def classify(error: BaseException) -> tuple[str, str]:

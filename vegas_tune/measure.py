@@ -14,31 +14,29 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from vegas_runtime import metrics
 from vegas_runtime.records import Run, StepRecord
+from vegas_tune.steady import (
+    WARMUP_STEPS,
+    FloatArray,
+    Unsteady,
+    neighbour_correlation,
+    steady_steps,
+)
 
 PHASES: Final = ("draft_s", "select_s", "verify_s", "other_s")
 
-# The first full step drafts with KV entries chosen from the prompt instead of from a verification,
-# and finds cold caches: it is neither the acceptance nor the speed of decoding.
-WARMUP_STEPS: Final = 1
-# Below this no spread can be seen; at gamma 15 a short pass has few steps, each of many tokens.
-MIN_STEADY_STEPS: Final = 3
-# 20 batches of 30 one-second steps covered 93 % of an AR(0.6) series' true means, the formula for
-# independent steps 67 %.
+# Means of 20 batches; what correlation remains between them widens the interval. Coverage of an
+# AR(0.6) series of one-second steps: 95 % at 600 steps, 94 % at 60 (85 % without the widening; the
+# formula for independent steps 67 %).
 NUM_BATCHES: Final = 20
-# A step time that doubles half-way is another process or throttling, not decoding. Growing
-# contexts and 15 % noise stay far below.
-LEVEL_SHIFT: Final = 2.0
-MIN_STEPS_FOR_SHIFT: Final = 8
+# Fewer batches say too little about their correlation to correct for it.
+_MIN_BATCHES_TO_CORRECT: Final = 16
 
 NUM_RESAMPLES: Final = 1000
 _BOOTSTRAP_SEED: Final = 20_260_129
-
-FloatArray = NDArray[np.float64]
 
 
 def significant(value: float) -> float:
@@ -87,19 +85,6 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unsteady:
-    """A pass that yields no figure, and why.
-
-    Attributes:
-        kind: `unsteady`, or `nan` when a recorded time is not a number.
-        reason: one sentence for the user.
-    """
-
-    kind: str
-    reason: str
-
-
 class Counts(NamedTuple):
     """Raw counters of one request."""
 
@@ -146,39 +131,6 @@ def measure(run: Run) -> Measurement | Unsteady:
         counts=counts,
         num_steps=len(steps),
     )
-
-
-def steady_steps(run: Run) -> tuple[StepRecord, ...] | Unsteady:
-    """The steps in which the target batch decodes and no prompt text is processed.
-
-    The first `WARMUP_STEPS` of them are left out (see there).
-
-    Returns:
-        At least `MIN_STEADY_STEPS` steps in order of time, or `Unsteady`.
-    """
-    full = [s for s in run.steps if s.kind == "decode" and s.num_running == run.batch_size]
-    steady = tuple(full[WARMUP_STEPS:])
-    if len(steady) < MIN_STEADY_STEPS:
-        prefill = sum(step.kind == "prefill" for step in run.steps)
-        reason = (
-            f"{len(steady)} steady steps of {len(run.steps)}, {MIN_STEADY_STEPS} are needed: "
-            f"{prefill} processed prompt text, {len(run.steps) - prefill - len(full)} ran fewer "
-            f"than {run.batch_size} requests, the first {WARMUP_STEPS} warms up."
-        )
-        return Unsteady(kind="unsteady", reason=reason)
-    durations = [step.duration_s for step in steady]
-    if not all(math.isfinite(time) and time > 0 for time in durations):
-        return Unsteady(kind="nan", reason="a step's recorded time is not a positive number.")
-    if len(steady) >= MIN_STEPS_FOR_SHIFT:
-        half = len(steady) // 2
-        shift = float(np.median(durations[half:]) / np.median(durations[:half]))
-        if not 1 / LEVEL_SHIFT < shift < LEVEL_SHIFT:
-            reason = (
-                f"the median step took {shift:.2g} times as long in the second half of the pass "
-                "as in the first; another process, or throttling."
-            )
-            return Unsteady(kind="unsteady", reason=reason)
-    return steady
 
 
 def decode_tok_s(steps: Sequence[StepRecord]) -> Estimate:
@@ -277,7 +229,7 @@ def position_acceptance(passes: Iterable[tuple[int, Run]]) -> tuple[Estimate, ..
     Returns:
         One estimate per position, up to the first that no iteration reached.
     """
-    reached: dict[tuple[int, int], NDArray[np.int64]] = {}
+    reached: dict[tuple[int, int], FloatArray] = {}
     for block, run in passes:
         gamma = run.config.num_speculative_tokens
         for step in [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]:
@@ -285,11 +237,11 @@ def position_acceptance(passes: Iterable[tuple[int, Run]]) -> tuple[Estimate, ..
                 step.request_ids, step.num_draft_tokens, step.num_accepted_tokens, strict=True
             ):
                 if drafted and drafted == gamma:
-                    own = reached.setdefault((block, request), np.zeros(gamma + 1, dtype=int))
+                    own = reached.setdefault((block, request), np.zeros(gamma + 1))
                     own[: kept + 1] += 1
     if not reached:
         return ()
-    counts = np.stack(list(reached.values())).astype(float)
+    counts = np.stack(list(reached.values()))
     weights = resample_weights(len(counts), _BOOTSTRAP_SEED)
     total, samples = counts.sum(axis=0), weights @ counts
     estimates = []
@@ -370,5 +322,8 @@ def _ratio_by_batch_means(numerator: FloatArray, denominator: FloatArray) -> Est
     est = float(numerator.sum() / denominator.sum())
     residual = top - est * bottom
     variance = num_batches / (num_batches - 1) * float(residual @ residual)
+    if num_batches >= _MIN_BATCHES_TO_CORRECT:
+        rho = neighbour_correlation(residual)
+        variance *= (1 + rho) / (1 - rho)
     reach = float(stdtrit(num_batches - 1, 0.975)) * math.sqrt(variance) / float(bottom.sum())
     return Estimate(est=est, low=max(est - reach, 0.0), high=est + reach, n=num_batches)

@@ -13,15 +13,14 @@ from vegas_tune.bench import counts_by_request
 from vegas_tune.laboratory import Measured
 from vegas_tune.measure import (
     Estimate,
-    Unsteady,
     accepted,
     mean_ratio,
     position_acceptance,
-    steady_steps,
 )
 from vegas_tune.method_rounds import SideBySide
 from vegas_tune.methods import PLAIN
 from vegas_tune.report_blocks import Table
+from vegas_tune.steady import Unsteady, steady_steps
 from vegas_tune.wording import estimate, setting, times
 
 NOT_MEASURED: Final = "not measured"

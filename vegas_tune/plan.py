@@ -38,6 +38,10 @@ BUDGET_SHARES: Final = {SPARSITY: 0.40, GAMMA: 0.60, REFINE: 0.70, VALIDATE: 1.0
 
 # Chance that any of the validation's looks excludes the truth.
 FAMILY_ALPHA: Final = 0.05
+# Rounds of a race after which settings drop out: fewer than six cannot reach the first level.
+DEFAULT_RACE_LOOKS: Final = (6, 8, 10)
+# Validation rounds, and pairs of a speed-up check, after which a verdict is tried.
+DEFAULT_LOOKS: Final = (6, 10, 16, 24)
 
 DEFAULT_MAX_SPECULATIVE_TOKENS: Final = 15
 DEFAULT_RATIOS: Final = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.25, 0.5)
@@ -50,6 +54,9 @@ _LAST_RUNG_GAP: Final = 1.15
 # 300 tokens (1.7 KB of it journal) and 4.8 KB at 2400, record and packed copy counted.
 _BYTES_PER_MEASUREMENT: Final = 3000
 _BYTES_PER_TOKEN: Final = 3
+
+# Rules that came later, as the plans recorded before them were carried out.
+_RULES_BEFORE: Final[Mapping[str, Any]] = {"race_looks": [], "places": 1}
 
 
 def gamma_ladder(max_num_speculative_tokens: int) -> tuple[int, ...]:
@@ -77,6 +84,7 @@ class Point:
         block: index of the prompt block.
         replicate: unlike in any earlier round, equal within a round; shifts the sampling seed.
         max_tokens: tokens to emit while the batch is full.
+        place: which of the plan's devices measures it.
     """
 
     step: str
@@ -84,12 +92,14 @@ class Point:
     block: int
     replicate: int
     max_tokens: int
+    place: int = 0
 
     @property
     def key(self) -> str:
         """Name of the point, unique within a plan and fit for a file name."""
         gamma, ratio = self.config.num_speculative_tokens, self.config.sparsity_ratio
-        return f"{self.step}.g{gamma}.s{ratio:g}.b{self.block}.r{self.replicate}"
+        place = f".p{self.place}" if self.place else ""
+        return f"{self.step}.g{gamma}.s{ratio:g}.b{self.block}.r{self.replicate}{place}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name."""
@@ -125,6 +135,9 @@ class Plan:
         tie_tolerance: throughput that may be given up for a cheaper setting, a fraction.
         precision: largest half-width of a validated speed-up's interval, a fraction.
         looks: numbers of validation rounds after which a verdict is tried.
+        race_looks: numbers of rounds of step 2's race after which slow settings drop out of it;
+            none, no race.
+        places: devices that measure at the same time; each measures every point.
         seed: seeds the bootstrap.
         model: facts that identify the model, for the hash.
     """
@@ -145,7 +158,9 @@ class Plan:
     plateau_tolerance: float = 0.02
     tie_tolerance: float = 0.005
     precision: float = 0.05
-    looks: tuple[int, ...] = (6, 10, 16, 24)
+    looks: tuple[int, ...] = DEFAULT_LOOKS
+    race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
+    places: int = 1
     seed: int = 0
     model: tuple[tuple[str, str], ...] = ()
 
@@ -215,6 +230,7 @@ class Plan:
         Raises:
             ValueError: keys are missing or unknown.
         """
+        values = {**_RULES_BEFORE, **values}
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             odd = sorted(known.symmetric_difference(values))
@@ -242,9 +258,10 @@ class Plan:
             `disk_bytes` (upper bound).
         """
         ladder, search = len(self.ratios), self.max_settings
+        race = max(self.race_looks, default=0)
         counts = {
             SPARSITY: (ladder + 1, 1 + ladder * self.most_sparsity_rounds, self.tokens),
-            GAMMA: (4, (search + 1) * self.rounds, self.tokens),
+            GAMMA: (4, (search + 1) * self.rounds + 4 * race, self.tokens),
             REFINE: (3, 2 * search * self.rounds + 4 * self.settle_rounds, self.tokens),
             VALIDATE: (3 * self.looks[0], 3 * self.looks[-1], self.validation_tokens),
         }

@@ -26,7 +26,7 @@ from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE
 from vegas_tune.stock import EngineUse, StockArm
 from vegas_tune.sweep import SweepResult
 
-PROTOCOL_ID: Final = "steady-rounds-v1"
+PROTOCOL_ID: Final = "steady-rounds-v2"
 _CURVES: Final = {
     "sparsity": SPARSITY, "gamma": GAMMA, "refine": REFINE, "validate": VALIDATE,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +15,18 @@ from vegas_runtime.backend import Engine, PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import WorkloadError
 from vegas_tune.bench import counts_by_request
+from vegas_tune.decide import spending_levels
 from vegas_tune.gate import LEAST_MARGIN, NOISE_MARGIN, Status, Verdict, judge, recorded_result
 from vegas_tune.laboratory import Failed, Laboratory, Measured
-from vegas_tune.measure import Counts, Estimate, FloatArray, RequestCounts, mean_ratio, pool
+from vegas_tune.measure import Counts, Estimate, RequestCounts, pool
 from vegas_tune.plan import FAMILY_ALPHA, VALIDATE, Plan, Point
+from vegas_tune.steady import FloatArray
 from vegas_tune.sweep import SweepResult
 
 CHECK: Final = "check"
+# Pairs after which the speed-up is judged. More than validation takes: the profile's own doubt
+# cannot be reduced here any more, so that of the check must be small beside it.
+CHECK_LOOKS: Final = (6, 10, 16, 24, 36)
 
 
 def check_acceptance(
@@ -180,25 +186,64 @@ def check_speedup(
     recorded = result.validation.speedups[config]
     margin = max(LEAST_MARGIN, NOISE_MARGIN * result.noise_floor_cv)
     lab = _laboratory(plan, engine, blocks, budget_s)
-    logs: list[float] = []
-    while len(logs) < plan.looks[-1]:
-        log = _paired_log(lab, plan, config, len(logs))
-        if isinstance(log, Failed):
-            return _speedup("inconclusive", f"a measurement failed: {log.reason}")
-        logs.append(log)
-        if len(logs) in plan.looks:
-            level = plan.look_level
-            ratio = against_recorded(logs, recorded, level=level, recorded_level=level)
-            status = judge(ratio, margin)
-            if status != "inconclusive" or len(logs) == plan.looks[-1]:
-                return _speedup(status, _gate_words(ratio, margin), ratio, margin)
-    raise AssertionError("the last look returns")
+    try:
+        status, ratio = compare_pairs(
+            (_paired_log(lab, plan, config, index) for index in range(CHECK_LOOKS[-1])),
+            recorded,
+            margin=margin,
+            recorded_level=plan.look_level,
+        )
+    except _PairError as error:
+        return _speedup("inconclusive", f"a measurement failed: {error}")
+    return _speedup(status, _gate_words(ratio, margin), ratio, margin)
 
 
-def _paired_log(
-    lab: Laboratory, plan: Plan, config: SpeculationConfig, index: int
-) -> float | Failed:
-    """Log speed-up of one pair; every other pair the other way round."""
+def compare_pairs(
+    logs: Iterable[float],
+    recorded: Estimate,
+    *,
+    margin: float,
+    recorded_level: float,
+) -> tuple[Status, Estimate]:
+    """Judge a speed-up against the recorded one, at each of `CHECK_LOOKS` until it is settled.
+
+    Each bound is one-sided; `FAMILY_ALPHA` is spent over the looks, most of it at the last.
+
+    Args:
+        logs: log speed-up of each pair, measured as they are taken from it.
+        recorded: the recorded speed-up, its t interval over `n` pairs.
+        margin: loss that is put up with, a fraction.
+        recorded_level: two-sided confidence of the recorded interval.
+
+    Returns:
+        The verdict, and measured over recorded at the look that gave it.
+    """
+    seen: list[float] = []
+    levels = spending_levels(CHECK_LOOKS, FAMILY_ALPHA)
+    spending = dict(zip(CHECK_LOOKS, levels, strict=True))
+    for log in itertools.islice(logs, CHECK_LOOKS[-1]):
+        seen.append(log)
+        if len(seen) not in spending:
+            continue
+        ratio = against_recorded(
+            seen, recorded, level=1 - 2 * spending[len(seen)], recorded_level=recorded_level
+        )
+        status = judge(ratio, margin)
+        if status != "inconclusive":
+            break
+    return status, ratio
+
+
+class _PairError(Exception):
+    """A pair without a ratio; the text says why."""
+
+
+def _paired_log(lab: Laboratory, plan: Plan, config: SpeculationConfig, index: int) -> float:
+    """Log speed-up of one pair; every other pair the other way round.
+
+    Raises:
+        _PairError: one of the two could not be measured.
+    """
     block = plan.validation_blocks[index % len(plan.validation_blocks)]
     rates: dict[SpeculationConfig, float] = {}
     for setting in (config, plan.plain) if index % 2 == 0 else (plan.plain, config):
@@ -211,7 +256,7 @@ def _paired_log(
         )
         outcome = lab.measure(point)
         if isinstance(outcome, Failed):
-            return outcome
+            raise _PairError(outcome.reason)
         rates[setting] = outcome.figures.decode_tok_s.est
     return math.log(rates[config] / rates[plan.plain])
 
@@ -227,12 +272,16 @@ def against_recorded(
         level: two-sided confidence of the result.
         recorded_level: two-sided confidence of the recorded interval.
     """
-    now = mean_ratio(logs, level)
-    reach_now = math.log(now.high / now.est)
-    before, after = stdtrit(recorded.n - 1, [0.5 + recorded_level / 2, 0.5 + level / 2])
-    reach_recorded = math.log(recorded.high / recorded.low) / 2 * float(after / before)
-    log = math.log(now.est / recorded.est)
-    reach = math.hypot(reach_now, reach_recorded)
+    values = np.asarray(logs, dtype=float)
+    now_free, recorded_free = len(values) - 1, recorded.n - 1
+    now_variance = float(values.var(ddof=1)) / len(values)
+    reach = math.log(recorded.high / recorded.low) / 2
+    recorded_variance = (reach / float(stdtrit(recorded_free, 0.5 + recorded_level / 2))) ** 2
+    variance = now_variance + recorded_variance
+    # Welch and Satterthwaite: two noises of unlike size, each known from few pairs.
+    free = variance**2 / (now_variance**2 / now_free + recorded_variance**2 / recorded_free or 1.0)
+    log = float(values.mean()) - math.log(recorded.est)
+    reach = float(stdtrit(max(free, 1.0), 0.5 + level / 2)) * math.sqrt(variance)
     return Estimate(
         est=math.exp(log), low=math.exp(log - reach), high=math.exp(log + reach), n=len(logs)
     )

@@ -19,6 +19,7 @@ from vegas_tune.decision_log import choice_decision, named, sparsity_decision, v
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
 from vegas_tune.measure import pool
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE, Plan
+from vegas_tune.racing import drop_outs
 
 # Settings this far behind the leader are not measured again, nor validated.
 CONTENDER_LOSS: Final = 0.05
@@ -186,7 +187,9 @@ class _Sweep:
         ladder = [plan.plain, *(plan.config(gamma, ratio) for gamma in plan.gammas)]
         best = self._bench.predictor().best(ladder[1:])[0]
         self._climb(GAMMA, ladder, best, anchors=[plan.plain])
-        choice = self._choose(GAMMA, "best-first-bracket", ladder[1:])
+        dropped = self._race(GAMMA, ladder)
+        rule = "best-first-bracket, wilcoxon-race" if plan.race_looks else "best-first-bracket"
+        choice = self._choose(GAMMA, rule, ladder[1:], dropped)
         return None if choice is None else choice.chosen.num_speculative_tokens
 
     def _refine(self, gamma: int, ratio: float) -> None:
@@ -231,21 +234,18 @@ class _Sweep:
         settings = [*finalists, plan.plain]
         rounds: list[dict[SpeculationConfig, float]] = []
         verdict: Validation | None = None
-        num_broken = 0
+        turn = num_broken = 0
         while finalists and len(rounds) < plan.looks[-1] and num_broken < MAX_BROKEN_ROUNDS:
             bench.open_round(plan.validation_blocks)
             if not bench.has_room_for(VALIDATE, settings):
                 break
-            # Forth and back: linear drift hits every setting alike over two rounds.
-            order = settings if len(rounds) % 2 == 0 else settings[::-1]
-            results = bench.measure_all(VALIDATE, order)
-            if len(results) < len(settings):
+            found = bench.compare(VALIDATE, settings, is_backwards=turn % 2 == 1)
+            if not found:
                 num_broken += 1
                 continue
-            rounds.append(
-                {one.point.config: math.log(one.figures.decode_tok_s.est) for one in results}
-            )
-            if len(rounds) in plan.looks:
+            turn += 1
+            rounds += found
+            if _looked(plan.looks, len(rounds) - len(found), len(rounds)):
                 verdict = self._judge(rounds, finalists)
                 if verdict.status == "validated":
                     break
@@ -314,8 +314,32 @@ class _Sweep:
             if not open_ends or num_drafting >= self._plan.max_settings:
                 return
             best = self._bench.predictor().best(open_ends)[0]
-            if self._bench.measure(step, best) is None:
+            if not self._bench.measure(step, best):
                 given_up.add(best)
+
+    def _race(self, step: str, ladder: Sequence[SpeculationConfig]) -> dict[SpeculationConfig, int]:
+        """Repeat the contenders side by side; the surely slower ones drop out at each look.
+
+        Returns:
+            After how many rounds each of them dropped out.
+        """
+        plan, bench = self._plan, self._bench
+        racing = self._contenders(ladder)
+        rounds: list[dict[SpeculationConfig, float]] = []
+        dropped: dict[SpeculationConfig, int] = {}
+        turn = 0
+        while len(racing) > 1 and len(rounds) < max(plan.race_looks, default=0):
+            bench.open_round(plan.search_blocks)
+            found = bench.compare(step, racing, is_backwards=turn % 2 == 1)
+            if not found:
+                break
+            turn += 1
+            rounds += found
+            if _looked(plan.race_looks, len(rounds) - len(found), len(rounds)):
+                slower = drop_outs(rounds, racing, num_looks=len(plan.race_looks))
+                dropped |= dict.fromkeys(slower, len(rounds))
+                racing = [config for config in racing if config not in dropped]
+        return dropped
 
     def _contenders(self, ladder: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
         tried = self._tried(ladder)
@@ -330,14 +354,20 @@ class _Sweep:
         known = {measured.point.config for measured in self._bench.measured(*_SEARCH)}
         return [config for config in ladder if config in known]
 
-    def _choose(self, step: str, rule: str, ladder: Sequence[SpeculationConfig]) -> Choice | None:
+    def _choose(
+        self,
+        step: str,
+        rule: str,
+        ladder: Sequence[SpeculationConfig],
+        dropped: Mapping[SpeculationConfig, int] | None = None,
+    ) -> Choice | None:
         """Choose on a ladder that is ordered cheapest first, and record it."""
         if not self._tried(ladder):
             return None
         rates, predictor = self._bench.rates(*_SEARCH), self._bench.predictor()
         choice = choose(rates, ladder, tolerance=self._plan.tie_tolerance)
         predicted = {config: predictor.rate(config) for config in choice.relative}
-        self._decide(choice_decision(step, rule, choice, predicted, rates.noise_cv))
+        self._decide(choice_decision(step, rule, choice, predicted, rates.noise_cv, dropped or {}))
         return choice
 
     def _last_choice(self) -> SpeculationConfig | None:
@@ -461,6 +491,11 @@ def _finished(outcomes: Iterable[Outcome], steps: Sequence[str]) -> list[Measure
         for outcome in outcomes
         if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
     ]
+
+
+def _looked(looks: Sequence[int], before: int, after: int) -> bool:
+    """Whether a look falls on the rounds just added; several places add several at a time."""
+    return any(before < look <= after for look in looks)
 
 
 def _neighbours(

@@ -282,6 +282,7 @@ def plan_sweep(
         gammas=request.gammas,
         seed=request.seed,
         rounds=request.rounds,
+        looks=request.looks,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
 
