@@ -21,8 +21,9 @@ from vegas_runtime.kernels import ops
 from vegas_runtime.vllm_plugin import paths
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.triton_select import WHOLE_ROW
 
-GAMMA, BATCH, LENGTH = 6, 4, 512
+GAMMA, BATCH = 6, 4
 COMPILED: set[str] = set()
 
 
@@ -61,7 +62,14 @@ def without_compiled_kernels() -> None:
 
 
 def walk(
-    heads: int, kv_heads: int, head_dim: int, path: str, draft_path: str, **config: Any
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    path: str,
+    draft_path: str,
+    *,
+    length: int = 512,
+    **config: Any,
 ) -> None:
     """One verify step, a prompt's scores, and one draft step."""
     device = torch.device("cpu")
@@ -76,7 +84,7 @@ def walk(
             scale=head_dim**-0.5,
         ),
         limits=Limits(
-            max_batch=BATCH, max_len=LENGTH, max_rows=GAMMA + 1, max_ratio=0.3, min_tokens=16
+            max_batch=BATCH, max_len=length, max_rows=GAMMA + 1, max_ratio=0.3, min_tokens=16
         ),
         config=SpeculationConfig(num_speculative_tokens=GAMMA, sparsity_ratio=0.07, **config),
         device=device,
@@ -85,11 +93,11 @@ def walk(
         path=path,
         draft_path=draft_path,
     )
-    rows, blocks = GAMMA + 1, BATCH * LENGTH // 16
+    rows, blocks = GAMMA + 1, BATCH * length // 16
     cache = torch.zeros(blocks, 16, kv_heads, 2 * head_dim, dtype=torch.bfloat16)
     k, v = cache.split(head_dim, dim=-1)
     table = torch.arange(blocks, dtype=torch.int32).view(BATCH, -1)
-    lens = torch.full((BATCH,), LENGTH, dtype=torch.int32)
+    lens = torch.full((BATCH,), length, dtype=torch.int32)
     starts = torch.arange(BATCH + 1, dtype=torch.int32) * rows
     q = torch.zeros(BATCH * rows, heads, head_dim, dtype=torch.bfloat16)
     out = torch.empty_like(q)
@@ -112,7 +120,7 @@ def walk(
         query_start=starts,
         max_queries=rows,
         out=out,
-        max_len=LENGTH,
+        max_len=length,
     )
     lse = torch.zeros(heads, BATCH * rows)
     collector.collect(0, q, k, lse, block_table=table, query_start=starts, first=0)
@@ -131,4 +139,5 @@ if __name__ == "__main__":
         walk(*shape, "triton", "triton")
         walk(*shape, "triton", "fa3", scope="kv_head")
     walk(9, 3, 64, "fa3", "fa3", algorithm="streaming_llm")
+    walk(9, 3, 64, "fa3", "fa3", length=2 * WHOLE_ROW)
     sys.stdout.write(" ".join(sorted(COMPILED)))

@@ -106,10 +106,23 @@ def test_selection_is_the_policys_on_the_same_scores(
 
 
 @on_each_device
-def test_selection_over_several_chunks(device: str) -> None:
+@pytest.mark.parametrize("levels", [1, 256])
+def test_selection_from_whole_rows(device: str, levels: int) -> None:
+    lens = [7400, 4096, 1, 0, 300]
+    check_selection(
+        lens, layers=2, heads=1, ratio=0.07, floor=64, seed=2, levels=levels, device=device
+    )
+
+
+@on_each_device
+@pytest.mark.parametrize("levels", [1, 256])
+def test_selection_from_rows_too_long_for_registers(
+    device: str, levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_select, "WHOLE_ROW", 100)
     lens = [3 * triton_select.CHUNK + 17, triton_select.CHUNK, 1, 2 * triton_select.CHUNK]
     check_selection(
-        lens, layers=2, heads=1, ratio=0.07, floor=64, seed=1, levels=200, device=device
+        lens, layers=2, heads=1, ratio=0.07, floor=64, seed=1, levels=levels, device=device
     )
 
 
@@ -129,7 +142,8 @@ def check_selection(
     B, longest = len(lens), max(lens)
     config = make_config(sparsity_ratio=ratio, min_tokens=floor)
     counts = [config.kv_budget(n - 1) if n else 0 for n in lens]
-    codes = torch.randint(0, levels, (layers, B, heads, max(longest, 1)), generator=rng).byte()
+    width = -(-max(longest, 1) // 64) * 64
+    codes = torch.randint(0, levels, (layers, B, heads, width), generator=rng).byte()
     table = torch.stack([torch.randperm(longest // 16 + 1, generator=rng) for _ in lens]).int()
     units = Units(block=16 * heads, token=heads, head=1) if heads > 1 else Units(block=16)
     lists = torch.full((layers, B, heads, max(*counts, 1) + 3), -7, dtype=torch.int32)

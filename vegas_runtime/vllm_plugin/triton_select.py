@@ -1,16 +1,20 @@
 """Triton: each request's k highest codes as ascending units, lowest position first among equals.
 
-A code is one byte, so a histogram of 256 bins finds the threshold in one pass, at any length:
+A code is one byte, so eight comparisons with all of a row find the k-th largest exactly.
 
-1. `_count_kernel`: a program counts the codes of one chunk of one row (layer, request[, head]).
+Contexts up to `WHOLE_ROW`: `_row_kernel`, one program per row (layer, request[, head]), which holds
+the row in registers, bisects over the code and writes what is kept. Limit: integer instructions.
+
+Longer ones in three passes over chunks, whose programs end at once beyond a request's candidates:
+
+1. `_count_kernel`: a program counts the codes of one chunk of one row.
 2. `_threshold_kernel`: a program per row adds the chunks up, finds the code of the k-th entry, and
    how many entries above and at it lie before each chunk.
 3. `_write_kernel`: a program per chunk writes its kept entries where they belong.
 
-Only integer additions meet, so two runs agree. Grids cover the longest context; chunks beyond a
-request's candidates end at once. Limit: memory bandwidth, each code read twice.
-
-Batch sizes are not specialised on: a captured graph of a new size must not meet the compiler.
+Rows are padded to 64 codes and read in such units: a mask that may end at any byte would make
+every load one byte wide. Only integer additions meet, so two runs agree. Batch sizes are not
+specialised on: a captured graph of a new size must not meet the compiler.
 
 A *unit* is what the draft attention addresses an entry by: block * block_units + offset *
 token_units + head * head_units. With block_units the block size and token_units 1 it is the slot.
@@ -27,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK: Final = 4096
+WHOLE_ROW: Final = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,69 @@ class Units:
     block: int
     token: int = 1
     head: int = 0
+
+
+@triton.jit
+def _places(values, threshold, quota):
+    """Which values are kept, and how many kept ones lie before each: [keep, place].
+
+    Of the values at the threshold the first `quota` are kept. At most 32,768 values, so that both
+    running counts fit into one scan.
+    """
+    above = (values > threshold).to(tl.int32)
+    equal = (values == threshold).to(tl.int32)
+    packed = above + (equal << 16)
+    before = tl.cumsum(packed, axis=0) - packed
+    equal_before = before >> 16
+    keep = (above > 0) | ((equal > 0) & (equal_before < quota))
+    return keep, (before & 0xFFFF) + tl.minimum(equal_before, tl.maximum(quota, 0))
+
+
+@triton.jit(do_not_specialize=["batch", "table_row"])
+def _row_kernel(
+    codes,
+    candidates,
+    counts,
+    block_table,
+    lists,
+    codes_layer,
+    codes_request,
+    codes_head,
+    table_row,
+    lists_layer,
+    lists_request,
+    lists_head,
+    batch,
+    block_units,
+    token_units,
+    head_units,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = row % HEADS
+    b = row // HEADS % batch
+    layer = (row // HEADS // batch).to(tl.int64)
+    end = tl.load(candidates + b)
+    wanted = tl.load(counts + b)
+    if wanted <= 0:
+        return
+    tokens = tl.arange(0, BLOCK)
+    source = codes + layer * codes_layer + b.to(tl.int64) * codes_request + head * codes_head
+    padded = tl.load(source + tokens, mask=tokens < (end + 63) // 64 * 64, other=0)
+    values = tl.where(tokens < end, padded.to(tl.int32), -1)
+    threshold = wanted * 0
+    for bit in tl.static_range(8):
+        higher = threshold + (128 >> bit)
+        enough = tl.sum((values >= higher).to(tl.int32), axis=0) >= wanted
+        threshold = tl.where(enough, higher, threshold)
+    above = tl.sum((values > threshold).to(tl.int32), axis=0)
+    keep, place = _places(values, threshold, wanted - above)
+    block = tl.load(block_table + b * table_row + tokens // BLOCK_SIZE, mask=keep, other=0)
+    unit = block * block_units + tokens % BLOCK_SIZE * token_units + head * head_units
+    target = lists + layer * lists_layer + b.to(tl.int64) * lists_request + head * lists_head
+    tl.store(target + place, unit, mask=keep)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -70,7 +138,8 @@ def _count_kernel(
         + chunk * CHUNK
     )
     offsets = tl.arange(0, CHUNK)
-    values = tl.load(source + offsets, mask=offsets < left, other=0).to(tl.int32)
+    padded = tl.load(source + offsets, mask=offsets < (left + 63) // 64 * 64, other=0)
+    values = tl.where(offsets < left, padded.to(tl.int32), 0)
     bins = tl.arange(0, 256)
     counts = tl.histogram(values, 256)
     # Offsets behind the last candidate were counted as zeros.
@@ -158,15 +227,12 @@ def _write_kernel(
     equal_before = tl.load(own + 3)
 
     offsets = tl.arange(0, CHUNK)
-    inside = offsets < left
     source = codes + layer * codes_layer + b.to(tl.int64) * codes_request + head * codes_head
-    values = tl.load(source + chunk * CHUNK + offsets, mask=inside, other=0).to(tl.int32)
-    equal = ((values == threshold) & inside).to(tl.int32)
-    equal_rank = equal_before + tl.cumsum(equal, axis=0) - equal
-    keep = (values > threshold) & inside | ((equal > 0) & (equal_rank < quota))
-    kept = keep.to(tl.int32)
-    place = above_before + tl.minimum(equal_before, quota) + tl.cumsum(kept, axis=0) - kept
-
+    in_row = offsets < (left + 63) // 64 * 64
+    padded = tl.load(source + chunk * CHUNK + offsets, mask=in_row, other=0)
+    values = tl.where(offsets < left, padded.to(tl.int32), -1)
+    keep, place = _places(values, threshold, quota - equal_before)
+    place += above_before + tl.minimum(equal_before, quota)
     tokens = chunk * CHUNK + offsets
     block = tl.load(block_table + b * table_row + tokens // BLOCK_SIZE, mask=keep, other=0)
     unit = block * block_units + tokens % BLOCK_SIZE * token_units + head * head_units
@@ -184,7 +250,8 @@ class Selector:
     """
 
     def __init__(self, *, rows: int, max_len: int, device: torch.device) -> None:
-        self._chunks = -(-max_len // CHUNK)
+        self._max_len = max_len
+        self._chunks = 0 if max_len <= WHOLE_ROW else -(-max_len // CHUNK)
         self._histograms = torch.empty((rows * self._chunks, 256), dtype=torch.int32, device=device)
         self._plan = torch.empty((rows * self._chunks, 4), dtype=torch.int32, device=device)
 
@@ -207,7 +274,7 @@ class Selector:
         """Write each row's `counts` best entries.
 
         Args:
-            codes: [R, B, 1 or Hkv, n] uint8.
+            codes: [R, B, 1 or Hkv, n] uint8, n and strides multiples of 64.
             candidates: [B] int32 scored entries; at most `max_len`.
             counts: [B] int32 entries kept, 0 <= counts <= candidates.
             block_table: [B, blocks] int32.
@@ -219,10 +286,25 @@ class Selector:
         rows = R * B * heads
         if rows == 0:
             return
+        sources = codes.stride()[:3]
+        targets = (block_table.stride(0), *lists.stride()[:3])
+        addressing = (B, units.block, units.token, units.head)
+        if self._chunks == 0:
+            block = triton.next_power_of_2(self._max_len)
+            _row_kernel[(rows,)](
+                *(codes, candidates, counts, block_table, lists),
+                *(*sources, *targets, *addressing),
+                HEADS=heads,
+                BLOCK_SIZE=block_size,
+                BLOCK=block,
+                num_warps=min(max(block // 1024, 1), 16),
+            )
+            return
         shared = {"HEADS": heads, "CHUNK": CHUNK}
-        strides = codes.stride()[:3]
         grid = (rows, self._chunks)
-        _count_kernel[grid](codes, candidates, self._histograms, *strides, B, **shared, num_warps=4)
+        _count_kernel[grid](
+            *(codes, candidates, self._histograms, *sources, B), **shared, num_warps=4
+        )
         _threshold_kernel[(rows,)](
             *(self._histograms, candidates, counts, self._plan, B, self._chunks),
             **shared,
@@ -230,10 +312,7 @@ class Selector:
         )
         _write_kernel[grid](
             *(codes, candidates, self._plan, block_table, lists),
-            *strides,
-            block_table.stride(0),
-            *lists.stride()[:3],
-            *(B, units.block, units.token, units.head),
+            *(*sources, *targets, *addressing),
             BLOCK_SIZE=block_size,
             **shared,
             num_warps=8,
