@@ -15,26 +15,23 @@ Codes of all layers are kept until `end_step` where they fit in `_CODES_SHARE` o
 memory: thirty small selections cost three launches each, one large one costs three in all. Where
 they do not fit, each layer selects at once.
 
-Algorithm and row set are flags on the device, so a running engine can change them: a collector
-made for Vegas can draft with StreamingLLM's window instead, and scores nothing meanwhile. Rows that
-depend on acceptance (`last_accepted`, `accepted_only`) and methods that need more than a verify
-block's weights are refused: see `METHODS`.
+`switches.py` says what a running engine may change, and what is refused.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from vegas_runtime.config import Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
-from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
 from vegas_runtime.vllm_plugin import paths
-from vegas_runtime.vllm_plugin.draft_attention import DraftLists, block_pages
+from vegas_runtime.vllm_plugin.draft_attention import block_pages
+from vegas_runtime.vllm_plugin.draft_lists import make_lists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
-from vegas_runtime.vllm_plugin.triton_score import ROW_SETS
+from vegas_runtime.vllm_plugin.switches import Switches
 from vegas_runtime.vllm_plugin.triton_select import Selector, Units
 from vegas_runtime.vllm_plugin.triton_steps import (
     append_tails,
@@ -44,18 +41,7 @@ from vegas_runtime.vllm_plugin.triton_steps import (
 )
 from vegas_runtime.vllm_plugin.verification import EngineCall, Scoring, StepLengths
 
-Lists = Literal["scores", "window", "everything"]
-
-# What a method's lists come from. Others need what no collector yields yet: Quest the draft
-# step's own query, SnapKV the prompt's last 32 rows, SpecExtend and SparseSpec rows that are known
-# only after acceptance, hence scores kept per row.
-METHODS: Final[dict[str, Lists]] = {
-    "vegas": "scores",
-    "streaming_llm": "window",
-    "dense": "everything",
-}
-# What one collector can switch between while running; the flag on the device is the index.
-_SWITCHABLE: Final = ("vegas", "streaming_llm")
+# Of the device's memory that codes of all layers may take; beyond it each layer selects at once.
 _CODES_SHARE: Final = 0.02
 
 
@@ -96,37 +82,30 @@ class Collector:
         path: str = "auto",
         draft_path: str = "auto",
     ) -> None:
-        check_method(config)
+        self._switches = Switches(config, device)
         self._shape, self._limits, self._device = shape, limits, device
-        self._lists_from = METHODS[config.algorithm]
         self._ratio, self._min_tokens = ratio, min_tokens
-        self._per_head = self._lists_from == "scores" and config.scope == "kv_head"
+        self._per_head = self.collects and config.scope == "kv_head"
         if self._per_head and shape.sinks:
             raise ConfigError(
                 "`scope` is 'kv_head' and the model has attention sinks, which draft attention "
                 "cannot combine yet.",
                 hint="Use scope 'layer'.",
             )
-        self._config = config
-        flags: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self._algorithm = torch.full((1,), int(self._lists_from != "scores"), **flags)
-        row_set = config.rows if self._lists_from == "scores" else ROW_SETS[0]
-        self._row_set = torch.full((1,), ROW_SETS.index(row_set), **flags)
-        scoring = Scoring(row_set=self._row_set, scale=shape.scale)
+        self._scoring = Scoring(row_set=self._switches.row_set, scale=shape.scale)
         self.path, self.reason = paths.choose_verify(
             path,
             shape,
             limits,
             device,
             rows=config.rows,
-            is_scored=self._lists_from == "scores",
+            is_scored=self.collects,
         )
         self._verify = paths.make_verify(
-            self.path, shape, limits, device, scoring=scoring, per_head=self._per_head
+            self.path, shape, limits, device, scoring=self._scoring, per_head=self._per_head
         )
         self.draft_path, self.draft_reason = paths.choose_draft(draft_path, shape, limits, device)
         self._draft = paths.make_draft(self.draft_path, shape, limits, device)
-        self._scoring = scoring
         self.max_budget = limits.capacity
         self._units: Units | None = None
         self._block_pages = 0
@@ -145,59 +124,51 @@ class Collector:
             tail_start=tail_start,
             row_mask=row_mask,
         )
-        used = torch.zeros(B * heads, **ints)
+        self._lists = make_lists(
+            self._switches.list_source,
+            limits,
+            self._device,
+            num_layers=shape.num_layers,
+            heads=heads,
+            with_tail=self._draft.with_tail,
+            counts=counts,
+            tail_start=tail_start,
+        )
         self._codes: Tensor | None = None
         self._selector: Selector | None = None
-        pages = None
-        if self._lists_from == "scores":
-            width = limits.padded_len
-            layers = shape.num_layers
-            if layers * B * heads * width > _CODES_SHARE * _device_bytes(self._device):
-                layers = 1
-            self._codes = torch.zeros(
-                (layers, B, heads, width), dtype=torch.uint8, device=self._device
-            )
-            self._selector = Selector(
-                rows=layers * B * heads, max_len=limits.max_len, device=self._device
-            )
-            # A window rounds up to whole pages at both ends, and has a page of sinks before it.
-            room = max(limits.tail, 3 * KV_BLOCK_SIZE) if self._draft.with_tail else 0
-            width = max(limits.capacity + room, KV_BLOCK_SIZE)
-            entries = torch.zeros((shape.num_layers, B, heads, width), **ints)
-        else:
-            # The window starts and ends inside a block.
-            most = limits.max_len if self._lists_from == "everything" else limits.capacity
-            pages = torch.zeros((B, 2 + -(-most // KV_BLOCK_SIZE)), **ints)
-            entries = torch.zeros((1, B, 1, KV_BLOCK_SIZE), **ints)
-        self._lists = DraftLists(
-            entries=entries, counts=counts, tail_start=tail_start, pages=pages, used=used
+        if not self.collects:
+            return
+        layers = shape.num_layers
+        if layers * B * heads * limits.padded_len > _CODES_SHARE * _device_bytes(self._device):
+            layers = 1
+        size = (layers, B, heads, limits.padded_len)
+        self._codes = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._selector = Selector(
+            rows=layers * B * heads, max_len=limits.max_len, device=self._device
         )
 
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
-        lists, lengths = self._lists, self._lengths
-        tensors = [lists.entries, lists.used, lists.pages, self._codes]
-        held = sum(t.nbytes for t in tensors if t is not None) + 5 * lengths.rows.nbytes
+        held = self._lists.num_bytes + 5 * self._lengths.rows.nbytes
+        held += 0 if self._codes is None else self._codes.nbytes
         held += 0 if self._selector is None else self._selector.num_bytes
         return held + self._verify.num_bytes + self._draft.num_bytes
 
     @property
     def collects(self) -> bool:
         """Whether verify steps can be scored at all."""
-        return self._codes is not None
+        return self._switches.is_scored
 
     @property
     def algorithm(self) -> str:
         """The method in force, read from the device."""
-        if not self.collects:
-            return self._config.algorithm
-        return _SWITCHABLE[int(self._algorithm.item())]
+        return self._switches.algorithm
 
     @property
     def rows(self) -> Rows:
         """The row set in force, read from the device."""
-        return ROW_SETS[int(self._row_set.item())]
+        return self._switches.rows
 
     def set_algorithm(self, algorithm: str) -> None:
         """Draft with another method from the next step on.
@@ -205,30 +176,15 @@ class Collector:
         Raises:
             ConfigError: this collector was not made for it.
         """
-        allowed = _SWITCHABLE if self.collects else (self._config.algorithm,)
-        if algorithm not in allowed:
-            raise ConfigError(
-                f"`algorithm` is {algorithm!r}; an engine started with "
-                f"{self._config.algorithm!r} can run {', '.join(allowed)}.",
-                hint="Start the engine with that algorithm.",
-            )
-        if self.collects:
-            self._algorithm.fill_(_SWITCHABLE.index(algorithm))
+        self._switches.set_algorithm(algorithm)
 
     def set_rows(self, rows: Rows) -> None:
         """Sum other rows of the verify block from the next step on.
 
         Raises:
-            ConfigError: a row set that is known only after acceptance.
+            ConfigError: a row set that is known only after acceptance, or that this path lacks.
         """
-        check_rows(rows)
-        if self.path == "fused_exact" and rows != "two":
-            raise ConfigError(
-                f"`rows` is {rows!r}; an engine started with collection 'fused_exact' scores rows "
-                "'two' only.",
-                hint="Start it with `sparse_attn_collection` 'fused'.",
-            )
-        self._row_set.fill_(ROW_SETS.index(rows))
+        self._switches.set_rows(rows, path=self.path)
 
     def check_budget(self, sparsity_ratio: float, min_tokens: int) -> None:
         """Refuse a setting whose lists would not fit.
@@ -292,8 +248,8 @@ class Collector:
             query_start=query_start,
             given_rows=rows,
             budgets=budgets,
-            algorithm=self._algorithm,
-            row_set=self._row_set,
+            algorithm=self._switches.algorithm_flag,
+            row_set=self._switches.row_set,
             capacity=self.max_budget,
             rows=lengths.rows,
             candidates=lengths.candidates,
@@ -431,7 +387,7 @@ class Collector:
                 seq_lens=seq_lens,
                 ratio=self._ratio,
                 min_tokens=self._min_tokens,
-                dense=self._lists_from == "everything",
+                dense=self._switches.list_source == "everything",
                 block_table=block_table,
                 block_size=self._shape.block_size,
                 block_pages=self._block_pages,
@@ -444,7 +400,7 @@ class Collector:
         else:
             draft_lengths(
                 seq_lens=seq_lens,
-                algorithm=self._algorithm,
+                algorithm=self._switches.algorithm_flag,
                 ratio=self._ratio,
                 min_tokens=self._min_tokens,
                 block_table=block_table,
@@ -539,42 +495,6 @@ class Collector:
             block_size=self._shape.block_size,
             units=self.units,
             lists=self._lists.entries[layers, first : first + B],
-        )
-
-
-def check_method(config: SpeculationConfig) -> None:
-    """Refuse what no collector can do.
-
-    Raises:
-        ConfigError: a method or switch that vLLM steps cannot serve yet.
-    """
-    if config.algorithm not in METHODS:
-        raise ConfigError(
-            f"`algorithm` is {config.algorithm!r}; on vLLM {', '.join(METHODS)} are supported.",
-            hint="The reference engine runs every method.",
-        )
-    if METHODS[config.algorithm] != "scores":
-        return
-    check_rows(config.rows)
-    if config.metric != "weight":
-        raise ConfigError(
-            f"`metric` is {config.metric!r}; on vLLM a token's score is one byte of attention "
-            "weight.",
-            hint="Use metric 'weight', or the reference engine.",
-        )
-
-
-def check_rows(rows: Rows) -> None:
-    """Refuse row sets that are known only after acceptance.
-
-    Raises:
-        ConfigError: such a row set.
-    """
-    if rows not in ROW_SETS:
-        raise ConfigError(
-            f"`rows` is {rows!r}, which is known only after acceptance; on vLLM scores are "
-            f"summed inside the verify pass, so {', '.join(ROW_SETS)} are supported.",
-            hint="The reference engine runs every row set.",
         )
 
 

@@ -12,7 +12,6 @@ KV head makes every (request, KV head) a request of its own with one KV head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,47 +20,13 @@ from torch import Tensor
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.kernels import ops
 from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
+from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.triton_attention import ListedEntries, TritonAttention
 from vegas_runtime.vllm_plugin.triton_select import Units
 
 # Splits that FlashAttention-3 may make in a captured graph, as vLLM's own default.
 GRAPH_SPLITS: Final = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftLists:
-    """What the draft steps of one iteration read.
-
-    Attributes:
-        entries: [layers or 1, B, 1 or Hkv, width] int32 units of the listed entries; one layer's
-            worth where all layers read the same.
-        counts: [B] int32 entries used of each list.
-        tail_start: [B] int32 first token of the tail.
-        pages: [B, n] int32 pages of 16 tokens, list and tail together, or None: entries are pages.
-        used: [B * lists] int32 tokens that a page list holds at this draft step.
-    """
-
-    entries: Tensor
-    counts: Tensor
-    tail_start: Tensor
-    pages: Tensor | None
-    used: Tensor
-
-    def first(self, batch: int) -> DraftLists:
-        """The lists of the first `batch` requests."""
-        per_request = self.used.shape[0] // self.counts.shape[0]
-        return DraftLists(
-            entries=self.entries[:, :batch],
-            counts=self.counts[:batch],
-            tail_start=self.tail_start[:batch],
-            pages=None if self.pages is None else self.pages[:batch],
-            used=self.used[: batch * per_request],
-        )
-
-    def of_layer(self, layer: int) -> Tensor:
-        """[B, 1 or Hkv, width] entries of a layer."""
-        return self.entries[layer if self.entries.shape[0] > 1 else 0]
 
 
 class DraftPath(Protocol):
