@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from synthetic import Shape, SyntheticEngine, make_blocks
 from synthetic_methods import SHAPES, MethodsEngine
 
+from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import (
     BudgetSpentError,
@@ -18,7 +21,7 @@ from vegas_runtime.errors import (
     NoValidTrialError,
     StorageError,
 )
-from vegas_tune import compare_methods, figure_files
+from vegas_tune import compare_bed, compare_methods, figure_files
 from vegas_tune.compare_methods import CompareOutcome, CompareRequest
 from vegas_tune.progress import SweepProgress
 from vegas_tune.study import folder_lock
@@ -42,25 +45,57 @@ class Session:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.folder = folder
         self.engine: SyntheticEngine = MethodsEngine()
-        monkeypatch.setattr(
-            compare_methods, "open_backend", lambda *_, **__: (self.engine, "as asked for")
+        self.stock: list[SyntheticEngine] = []
+        workload = Workload(
+            spec=WorkloadSpec(batch_size=8), blocks=BLOCKS, replays=1, mix={}, source={}
         )
-        monkeypatch.setattr(
-            compare_methods,
-            "build_workload",
-            lambda *_, **__: Workload(
-                spec=WorkloadSpec(batch_size=8), blocks=BLOCKS, replays=1, mix={}, source={}
-            ),
-        )
+        for name, value in (
+            ("open_backend", lambda *_, **__: (self.engine, "as asked for")),
+            ("build_workload", lambda *_, **__: workload),
+            ("find_checkpoint", lambda *_, **__: SimpleNamespace(tokenizer=None, facts=FACTS)),
+            ("open_vllm", self._open_vllm),
+        ):
+            monkeypatch.setattr(compare_bed, name, value)
+        self._monkeypatch = monkeypatch
+
+    def on_vllm(self) -> None:
+        """From here on the engine is vLLM's, with one without the plugin beside it."""
+        self._monkeypatch.setattr(compare_bed, "resolve_backend", lambda _: ("vllm", "vLLM"))
+
+    def _open_vllm(
+        self, _: object, capacity: Capacity, *, is_stock: bool, **__: Any
+    ) -> SyntheticEngine:
+        self.capacity = capacity
+        if not is_stock:
+            # One GPU: the other arm must have freed it.
+            assert all(engine.is_closed for engine in self.stock)
+            return self.engine
+        assert not self.stock or self.engine.is_closed
+        self.stock.append(Served(STOCK_SHAPE, seed=len(self.stock)))
+        return self.stock[-1]
 
     def run(self, **options: Any) -> CompareOutcome:
         request = CompareRequest.from_options({**OPTIONS, "run_dir": self.folder, **options})
         return compare_methods.run(request, SweepProgress("the same command"))
 
 
+FACTS = {"id": "synthetic", "config_sha256": "0" * 64, "max_model_len": 8192}
+
+
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Session:
     return Session(monkeypatch, tmp_path / "run")
+
+
+class Served(SyntheticEngine):
+    """An engine of which vLLM would say how often it started, and for how long."""
+
+    num_starts = 1
+    held_s = 60.0
+
+
+# Stock vLLM: verification takes half as long.
+STOCK_SHAPE = replace(SHAPES["vegas"], verify_s=lambda gamma: SHAPES["vegas"].verify_s(gamma) / 2)
 
 
 class Bare(SyntheticEngine):
@@ -189,6 +224,45 @@ def test_without_matplotlib_the_report_still_holds_the_figures(
     assert [path.name for path in outcome.files] == ["comparison.json", "table.md", "report.html"]
     assert "vegas-tune[demo]" in capsys.readouterr().err
     assert "figure-8" in (session.folder / "report.html").read_text()
+
+
+def test_on_vllm_the_engine_without_the_plugin_has_a_row(session: Session) -> None:
+    session.on_vllm()
+    session.engine = Bare(SHAPES["vegas"])
+    outcome = session.run()
+    assert outcome.comparison.status == "complete"
+    # Sized for every setting, and to collect scores for the methods that need them.
+    assert session.capacity.gammas[-1] == 10
+    assert session.capacity.max_ratio == 0.25
+    assert session.capacity.config.algorithm == "vegas"
+    rows = {row.name: row for row in outcome.comparison.rows}
+    stock, plain = rows["stock"], rows["plain"]
+    assert stock.decode_tok_s is not None
+    assert plain.decode_tok_s is not None
+    faster = STOCK_SHAPE.rate(0, 1.0) / SHAPES["vegas"].rate(0, 1.0)
+    assert plain.vs_stock is not None
+    assert plain.vs_stock.est == pytest.approx(1 / faster, rel=0.03)
+    for name in ("vegas", "streaming_llm", "quest"):
+        row = rows[name]
+        assert row.vs_stock is not None
+        assert row.vs_plain is not None
+        assert row.vs_stock.est == pytest.approx(row.vs_plain.est / faster, rel=0.03)
+    # Before and after; neither beside the engine that is compared.
+    assert len(session.stock) == 2
+    assert all(engine.is_closed for engine in [*session.stock, session.engine])
+    assert "| stock | its own defaults |" in (session.folder / "table.md").read_text()
+    session.stock.clear()
+    session.engine = Bare(SHAPES["vegas"])
+    session.run()
+    assert session.stock == []
+    assert session.engine.num_passes == 0
+
+
+def test_vllm_is_started_to_collect_for_the_first_method_that_needs_it(session: Session) -> None:
+    session.on_vllm()
+    session.engine = Bare(SHAPES["vegas"])
+    session.run(methods="streaming_llm,all_rows,vegas", budget="20m")
+    assert (session.capacity.config.algorithm, session.capacity.config.rows) == ("vegas", "all")
 
 
 def test_the_default_budget_is_one_sweep_per_method() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -10,20 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from vegas_runtime.backend import Engine, PromptBlock, open_backend
+from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
 from vegas_runtime.records import replace_file
-from vegas_tune.methods import PLAIN, Method, parse_methods, slug
+from vegas_tune.compare_bed import Bed, open_bed
+from vegas_tune.methods import PLAIN, STOCK, Method, parse_methods, slug
 from vegas_tune.plan import BUDGET_SHARES, REFINE, Plan
 from vegas_tune.request import SweepRequest
-from vegas_tune.tune import first_interrupt_finishes, plan_sweep, run_folder, usable_ratios
-from vegas_tune.workload import Workload, build_workload
+from vegas_tune.tune import first_interrupt_finishes
 
 if TYPE_CHECKING:
+    from vegas_runtime.backend import EngineInfo
     from vegas_tune.method_report import MethodComparison
     from vegas_tune.method_rounds import SideBySide
     from vegas_tune.progress import SweepProgress
+    from vegas_tune.stock import StockArm
     from vegas_tune.sweep import Search
 
 # Of the time for measuring, what tuning all methods may take; comparing gets the rest.
@@ -135,72 +136,34 @@ def run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
 
 
 def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
-    from vegas_tune.study import folder_lock
-
-    opened_s = time.monotonic()
-    sweep = request.sweep
-    engine, reason = open_backend(
-        sweep.backend,
-        model=sweep.model,
-        max_num_speculative_tokens=max(sweep.gammas or (sweep.max_gamma,)),
-        dtype=sweep.dtype,
-        device=sweep.device,
-        report=progress.waiting,
+    with open_bed(request.sweep, request.methods, progress) as bed:
+        searches, measured = _measure_all(bed, request.sweep.budget_s, progress)
+        info, can_skip = bed.engine.info, isinstance(bed.engine, SelectionRecorder)
+    comparison = _conclude(
+        searches, measured, info, bed.workload.describe(), can_skip=can_skip, stock=bed.stock
     )
-    if engine.info.backend == "replay":
-        raise UsageError("a replay holds no text, so methods cannot be compared on it.")
-    try:
-        progress.note(f"backend: {reason}")
-        workload = build_workload(
-            sweep.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
-        )
-        ratios = usable_ratios(sweep, workload)
-        plans = {
-            method.name: plan_sweep(
-                replace(sweep, base=method.base), engine.info.model, workload.blocks, ratios
-            )
-            for method in request.methods
-        }
-        # A method the engine lacks is said before anything is prefilled.
-        for plan in plans.values():
-            engine.configure(plan.config(plan.gammas[-1], plan.ratios[0]))
-        folder = run_folder(sweep, _identity(plans), prefix="compare-")
-        progress.note(f"run folder: {folder}")
-        with folder_lock(folder):
-            comparison = _measure_all(request, plans, engine, workload, folder, opened_s, progress)
-            files = _write(comparison, folder, progress)
-    finally:
-        engine.close()
-    return CompareOutcome(comparison=comparison, folder=folder, files=files, backend_reason=reason)
+    return CompareOutcome(
+        comparison=comparison,
+        folder=bed.folder,
+        files=_write(comparison, bed.folder, progress),
+        backend_reason=bed.backend_reason,
+    )
 
 
 def _measure_all(
-    request: CompareRequest,
-    plans: Mapping[str, Plan],
-    engine: Engine,
-    workload: Workload,
-    folder: Path,
-    opened_s: float,
-    progress: SweepProgress,
-) -> MethodComparison:
+    bed: Bed, whole_s: float, progress: SweepProgress
+) -> tuple[dict[str, Search], SideBySide]:
     """Prefill, tune, compare, within the budget."""
-    whole_s = request.sweep.budget_s
-    budget_s = whole_s - _setup_s(folder, engine, workload.blocks, opened_s)
+    blocks = bed.workload.blocks
+    budget_s = whole_s - _setup_s(bed.folder, bed.engine, blocks, bed.opened_s)
     if budget_s <= 0:
         raise BudgetSpentError(
             f"the budget of {whole_s:g} s ended while the model was loaded and the prompts "
             "prefilled.",
             hint="Raise --budget, or use fewer, shorter prompts.",
         )
-    searches = _tune(plans, engine, workload.blocks, folder, budget_s, progress)
-    measured = _compare(searches, engine, workload.blocks, folder, budget_s, progress)
-    return _conclude(searches, measured, engine, workload.describe())
-
-
-def _identity(plans: Mapping[str, Plan]) -> str:
-    """Hash of what is compared."""
-    text = json.dumps([[name, plan.identity] for name, plan in plans.items()])
-    return hashlib.sha256(text.encode()).hexdigest()
+    searches = _tune(bed.plans, bed.engine, blocks, bed.folder, budget_s, progress)
+    return searches, _compare(searches, bed.engine, blocks, bed.folder, budget_s, progress)
 
 
 def _setup_s(folder: Path, engine: Engine, blocks: Sequence[PromptBlock], opened_s: float) -> float:
@@ -275,39 +238,42 @@ def _compare(
 def _conclude(
     searches: Mapping[str, Search],
     measured: SideBySide,
-    engine: Engine,
+    info: EngineInfo,
     workload: Mapping[str, Any],
+    *,
+    can_skip: bool,
+    stock: StockArm | None,
 ) -> MethodComparison:
-    from vegas_runtime.backend import SelectionRecorder
     from vegas_tune.method_figures import paper_figures
     from vegas_tune.method_report import MethodComparison, title_of
-    from vegas_tune.method_table import method_rows
+    from vegas_tune.method_table import method_rows, with_stock
 
     settings: dict[str, SpeculationConfig | None] = {
         name: search.chosen for name, search in searches.items()
     }
     plain = next(iter(searches.values())).plan.plain
-    can_skip = isinstance(engine, SelectionRecorder)
     rows = method_rows(
         settings,
         plain,
         measured,
         why_no_overhead=""
         if can_skip
-        else f"the {engine.info.backend} engine cannot draft "
+        else f"the {info.backend} engine cannot draft "
         "without selecting, so the cost of selecting was not measured",
     )
+    if stock is not None:
+        rows = with_stock(rows, measured, stock)
     # What this engine cannot measure is said in the table, and no reason to measure more.
     missing = [
         f"{row.name}: {row.note}"
         for row in rows
-        if row.name != PLAIN
+        if row.name not in (PLAIN, STOCK)
         and (row.vs_plain is None or (can_skip and row.selection_overhead is None))
     ]
     facts = {
-        "model": engine.info.model,
-        "device": engine.info.device,
-        "runtime": engine.info.runtime,
+        "model": info.model,
+        "device": info.device,
+        "runtime": info.runtime,
         "workload": workload,
     }
     side = [one for found in measured.rounds for one in found.values()]

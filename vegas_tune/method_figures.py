@@ -17,7 +17,7 @@ from vegas_tune.laboratory import Measured
 from vegas_tune.measure import Estimate, accepted, position_acceptance
 from vegas_tune.method_rounds import SideBySide
 from vegas_tune.method_table import MethodRow, figure, share
-from vegas_tune.methods import PLAIN, slug
+from vegas_tune.methods import slug
 from vegas_tune.plan import SPARSITY
 from vegas_tune.sweep import Search
 from vegas_tune.wording import estimate, number, percent
@@ -353,7 +353,7 @@ def _bars(
                 value=value.est,
                 low=value.low,
                 high=value.high,
-                style="plain" if row.name == PLAIN else styles[row.name],
+                style=styles.get(row.name, "plain"),
             )
         )
     if not drawn:

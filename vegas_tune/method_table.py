@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.profile import Estimate as Figure
@@ -18,12 +18,16 @@ from vegas_tune.measure import (
     position_acceptance,
 )
 from vegas_tune.method_rounds import SideBySide
-from vegas_tune.methods import PLAIN
+from vegas_tune.methods import PLAIN, STOCK
 from vegas_tune.report_blocks import Table
 from vegas_tune.steady import Unsteady, steady_steps
 from vegas_tune.wording import estimate, setting, times
 
+if TYPE_CHECKING:
+    from vegas_tune.stock import StockArm
+
 NOT_MEASURED: Final = "not measured"
+_DRAFT_NOTHING: Final = (PLAIN, STOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,8 @@ class MethodRow:
         vs_plain: throughput over plain decoding's, paired by round.
         vs_best_other: throughput over that of the best other method, paired by round.
         best_other: that method's name; empty without another.
+        vs_stock: throughput over that of the engine without the plugin, which cannot be
+            interleaved and is therefore not paired; None on an engine without such an arm.
         tokens_at_one_gamma: tokens per iteration at the gamma that all methods share.
     """
 
@@ -55,6 +61,7 @@ class MethodRow:
     vs_plain: Estimate | None = None
     vs_best_other: Estimate | None = None
     best_other: str = ""
+    vs_stock: Estimate | None = None
     tokens_at_one_gamma: Estimate | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +148,28 @@ def _row(
     )
 
 
+def with_stock(
+    rows: Sequence[MethodRow], measured: SideBySide, stock: StockArm
+) -> tuple[MethodRow, ...]:
+    """The rows against the engine without the plugin, and a row for it, before plain decoding's."""
+    compared = [
+        replace(row, vs_stock=stock.speedup([found[row.name] for found in measured.rounds]))
+        if row.decode_tok_s is not None
+        else row
+        for row in rows
+    ]
+    logs = [math.log(one.figures.decode_tok_s.est) for one in stock.passes]
+    own = MethodRow(
+        name=STOCK,
+        config=None,
+        note="measured before and after the others, not between them",
+        tokens_per_iteration=Estimate(est=1.0, low=1.0, high=1.0, n=1),
+        decode_tok_s=mean_ratio(logs) if len(logs) > 1 else None,
+    )
+    place = next(place for place, row in enumerate(compared) if row.name == PLAIN)
+    return (*compared[:place], own, *compared[place:])
+
+
 def tokens_per_iteration(passes: Sequence[Measured]) -> Estimate | None:
     """Tokens emitted per verification, bonus token included; None without passes that draft."""
     counts = [one for one in counts_by_request(passes) if one]
@@ -181,29 +210,30 @@ def _too_few(measured: SideBySide) -> str:
 
 def main_table(rows: Sequence[MethodRow]) -> Table:
     """The comparison as a table for readers."""
-    columns = (
-        "method", "setting", "tokens per iteration", "selection overhead", "decode tok/s",
-        "against plain", "against the best other", "note",
-    )  # fmt: skip
-    cells = [
-        (
-            row.name,
-            setting(row.config) if row.config is not None else NOT_MEASURED,
-            _shown(row.tokens_per_iteration) if row.name != PLAIN else "1",
-            share(row.selection_overhead) if row.name != PLAIN else "",
-            _shown(row.decode_tok_s),
-            times(figure(row.vs_plain)) if row.name != PLAIN else "",
-            _best_other(row),
-            row.note,
-        )
-        for row in rows
-    ]
-    # The last column is for what is missing; usually nothing is.
-    shown = len(columns) if any(row.note for row in rows) else len(columns) - 1
+    columns: dict[str, list[str]] = {
+        "method": [row.name for row in rows],
+        "setting": [_setting(row) for row in rows],
+        "tokens per iteration": [
+            _shown(row.tokens_per_iteration) if row.name not in _DRAFT_NOTHING else "1"
+            for row in rows
+        ],
+        "selection overhead": [share(row.selection_overhead) for row in rows],
+        "decode tok/s": [_shown(row.decode_tok_s) for row in rows],
+        "against plain": [times(figure(row.vs_plain)) for row in rows],
+        "against the best other": [_best_other(row) for row in rows],
+        "against the engine without the plugin": [times(figure(row.vs_stock)) for row in rows],
+        "note": [row.note for row in rows],
+    }
+    # These are about what not every comparison has.
+    for name in ("against the engine without the plugin", "note"):
+        if not any(columns[name]):
+            del columns[name]
     return Table(
-        columns=columns[:shown],
-        rows=tuple(row[:shown] for row in cells),
-        numeric=frozenset({2, 3, 4, 5, 6}),
+        columns=tuple(columns),
+        rows=tuple(zip(*columns.values(), strict=True)),
+        numeric=frozenset(
+            place for place, name in enumerate(columns) if name not in ("method", "setting", "note")
+        ),
     )
 
 
@@ -235,6 +265,12 @@ def share(value: Estimate | None) -> str:
 
 def _shown(value: Estimate | None) -> str:
     return estimate(figure(value))
+
+
+def _setting(row: MethodRow) -> str:
+    if row.name == STOCK:
+        return "its own defaults"
+    return setting(row.config) if row.config is not None else NOT_MEASURED
 
 
 def _best_other(row: MethodRow) -> str:

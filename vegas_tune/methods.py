@@ -18,6 +18,8 @@ from vegas_runtime.errors import UsageError
 DEFAULT_METHODS: Final = "vegas,streaming_llm,quest,spec_extend"
 # What every comparison holds anyway.
 PLAIN: Final = "plain"
+# The engine without the plugin, at its own defaults: another engine, measured before and after.
+STOCK: Final = "stock"
 
 # The paper's ablations by name.
 _ABLATIONS: Final = {
@@ -61,9 +63,9 @@ def parse_methods(text: str, base: SpeculationConfig) -> tuple[Method, ...]:
     """
     methods: list[Method] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
-        if name == PLAIN:
+        if name in (PLAIN, STOCK):
             raise UsageError(
-                f"--methods names {PLAIN!r}, which every comparison measures anyway.",
+                f"--methods names {name!r}, which every comparison measures anyway.",
                 hint="Leave it out.",
             )
         config = base.replace(num_speculative_tokens=0, **_knobs(name))
