@@ -1,6 +1,7 @@
 """The plugin in vLLM 0.33 on one GPU: `python -m benchmarks.bench_vllm PART`, each within minutes.
 
-    throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here
+    throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here;
+                 all engines side by side on one GPU of 140 GB
     lossless     ratio 1, greedy output against stock, distribution of a sampled token
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
     sweep        the default sweep of the command line: engine starts and GPU time
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ from benchmarks.vllm_arms import (
     mean_of,
     row,
     say,
+    side_by_side,
     source_prompts,
-    stock_engines,
 )
 from benchmarks.vllm_lossless import lossless
 from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
@@ -51,8 +53,8 @@ GAMMAS = (2, 4, 6, 8, 10)
 RATIOS = (0.03, 0.05, 0.07, 0.1, 0.15)
 STOCK_PASSES = 3
 SPARE_PROMPTS = 8
-# SmolLM2-135M: 30 layers, 3 KV heads of 64, keys and values in bfloat16.
-KV_BYTES_PER_TOKEN = 30 * 3 * 64 * 2 * 2
+# Beyond a request's output: drafts, and blocks not filled.
+KV_SPARE_TOKENS = 128
 RACE_ROUNDS = 4
 # The setting whose acceptance the prototype reported.
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
@@ -71,17 +73,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
     args = parser.parse_args()
-    name, rows = "vllm_h200", []
+    name = "vllm_h200"
+    # Filled as figures come, so that a run that is cut off publishes those it reached.
+    rows: list[Row] = []
     try:
         if args.part == "throughput":
             batches = [int(part) for part in args.batches.split(",")]
-            rows = throughput(args.model, batches, seconds=args.seconds, data=args.data)
+            throughput(args.model, batches, rows, seconds=args.seconds, data=args.data)
         elif args.part == "lossless":
-            rows = lossless(find_checkpoint(args.model), num_samples=args.samples)
+            lossless(find_checkpoint(args.model), rows, num_samples=args.samples)
         elif args.part == "shape":
-            rows = shape(args.data)
+            shape(args.data, rows)
         else:
-            name, rows = "sweep_h200", sweep(args.model, args.data)
+            name = "sweep_h200"
+            sweep(args.model, args.data, rows)
     finally:
         for one in rows:
             print(one)
@@ -92,70 +97,59 @@ def main() -> None:
 # --------------------------------------------------------------------------- throughput
 
 
-def throughput(model: str, batches: Sequence[int], *, seconds: float, data: Path) -> list[Row]:
+def throughput(
+    model: str, batches: Sequence[int], rows: list[Row], *, seconds: float, data: Path
+) -> None:
     """Both arms at every batch size; one plugin engine start for all of them."""
     checkpoint = find_checkpoint(model, report=say)
-    most = max(batches)
-    prompts = source_prompts(checkpoint.tokenizer, most + SPARE_PROMPTS)
-    say(f"{len(prompts)} prompts of {CONTEXT} tokens")
-    # Smaller batches use a part of the larger ones' prompts: they are prefilled once.
-    blocks = [block_of(prompts[: size + SPARE_PROMPTS], size) for size in sorted(batches)]
-    evidence = Evidence(data / f"vllm_h200_{'_'.join(map(str, batches))}.jsonl.z")
-    stock = _stock(checkpoint, blocks, evidence)
-    rows: list[Row] = []
-    try:
-        with engine_of(checkpoint, _capacity(most)) as engine:
-            # The largest first: what the smaller ones need is cached then.
-            for block, base in list(zip(blocks, stock, strict=True))[::-1]:
-                size = block.batch_size
-                say(f"batch {size}")
-                rows += _plugin(engine, block, base, evidence, seconds=seconds * size**0.3 / 4)
-    finally:
-        evidence.write()
-    return rows
-
-
-def _capacity(batch_size: int, **changes: Any) -> Capacity:
-    values: dict[str, Any] = {
-        "batch_size": batch_size,
-        "max_model_len": CONTEXT + NEW_TOKENS,
-        "gammas": (0, *GAMMAS),
-        "max_ratio": max(RATIOS),
-        "config": BASE,
-        **changes,
-    }
-    return Capacity(**values)
-
-
-def _stock(
-    checkpoint: Checkpoint, blocks: Sequence[PromptBlock], evidence: Evidence
-) -> list[list[Measurement]]:
-    """Stock's passes at each batch size, each in an engine of that size."""
-    capacities = [
-        _capacity(
-            block.batch_size,
-            kv_cache_bytes=KV_BYTES_PER_TOKEN * _kv_tokens(block),
-            gpu_memory_utilization=0.05,
-        )
-        for block in blocks
-    ]
-    found: list[list[Measurement]] = []
-    with stock_engines(checkpoint, capacities) as engines:
-        for engine, block in zip(engines, blocks, strict=True):
-            engine.prepare(block)
-            found.append(
-                [
-                    evidence.take(engine, block, f"stock b{block.batch_size}", replicate=number)
-                    for number in range(STOCK_PASSES)
+    sizes = sorted(batches)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(source_prompts, checkpoint.tokenizer, sizes[-1] + SPARE_PROMPTS)
+        capacities = [_capacity(size, checkpoint) for size in sizes]
+        with side_by_side(checkpoint, capacities, capacities[-1]) as (stock, engine):
+            prompts = reading.result()
+            say(f"{len(prompts)} prompts of {CONTEXT} tokens")
+            evidence = Evidence(data / f"vllm_h200_{'_'.join(map(str, sizes))}.jsonl.z")
+            # Smaller batches use a part of the larger ones' prompts: they are prefilled once.
+            blocks = [block_of(prompts[: size + SPARE_PROMPTS], size) for size in sizes]
+            try:
+                base = [
+                    _stock(arm, block, evidence) for arm, block in zip(stock, blocks, strict=True)
                 ]
-            )
-    return found
+                # The largest first: what the smaller ones need is cached then.
+                for block, passes in list(zip(blocks, base, strict=True))[::-1]:
+                    size = block.batch_size
+                    say(f"batch {size}")
+                    share = (size / 100) ** 0.3
+                    rows += _plugin(engine, block, passes, evidence, seconds=seconds * share)
+            finally:
+                evidence.write()
 
 
-def _kv_tokens(block: PromptBlock) -> int:
-    """Tokens of KV cache that a block takes, with room to spare."""
-    prompts = sum(map(len, block.prompts))
-    return prompts + 2 * block.batch_size * block.max_new_tokens
+def _capacity(batch_size: int, checkpoint: Checkpoint) -> Capacity:
+    facts = checkpoint.facts
+    heads, dim = int(facts["num_kv_heads"]), int(facts["head_dim"])
+    # Keys and values in bfloat16.
+    bytes_per_token = int(facts["num_layers"]) * heads * dim * 2 * 2
+    prompts = (batch_size + SPARE_PROMPTS) * CONTEXT
+    return Capacity(
+        batch_size=batch_size,
+        max_model_len=CONTEXT + NEW_TOKENS,
+        gammas=(0, *GAMMAS),
+        max_ratio=max(RATIOS),
+        config=BASE,
+        # What the size of the KV cache is given for, the share of the GPU is only checked.
+        kv_cache_bytes=bytes_per_token * (prompts + batch_size * (NEW_TOKENS + KV_SPARE_TOKENS)),
+        gpu_memory_utilization=0.05,
+    )
+
+
+def _stock(engine: VllmEngine, block: PromptBlock, evidence: Evidence) -> list[Measurement]:
+    engine.prepare(block)
+    return [
+        evidence.take(engine, block, f"stock b{block.batch_size}", replicate=number)
+        for number in range(STOCK_PASSES)
+    ]
 
 
 def _plugin(
@@ -292,7 +286,7 @@ SHAPE_BATCH = 4
 SHAPE_TOKENS = 4 * 64
 
 
-def shape(data: Path) -> list[Row]:
+def shape(data: Path, rows: list[Row]) -> None:
     """Time of a step at Qwen3-8B's shape, both arms; random weights, so no acceptance is told."""
     folder = data / "qwen3_8b_shape"
     folder.mkdir(parents=True, exist_ok=True)
@@ -315,7 +309,6 @@ def shape(data: Path) -> list[Row]:
     # Long enough that nobody ends and is prefilled again while the steps are timed.
     block = block_of(prompts, SHAPE_BATCH, max_new_tokens=1000)
     evidence = Evidence(data / "vllm_h200_shape.jsonl.z")
-    rows: list[Row] = []
     case = f"Qwen3-8B's shape, {SHAPE_BATCH} x {SHAPE_CONTEXT}"
     for arm in ("stock", "plugin"):
         with engine_of(checkpoint, capacity, is_stock=arm == "stock") as engine:
@@ -341,7 +334,6 @@ def shape(data: Path) -> list[Row]:
                 buffers = _buffers(engine.status)
                 rows.append(row("plugin_buffers_gib", case, buffers / 2**30, "GiB"))
     evidence.write()
-    return rows
 
 
 def _buffers(status: Mapping[str, Any]) -> int:
@@ -356,7 +348,7 @@ STARTS = ("engine_starts", "stock_engine_starts")
 FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
 
 
-def sweep(model: str, data: Path) -> list[Row]:
+def sweep(model: str, data: Path, rows: list[Row]) -> None:
     """The default sweep of the command line, a process of its own, timed from outside."""
     folder = data / f"sweep_h200_{time.time_ns()}"
     command = [
@@ -373,7 +365,7 @@ def sweep(model: str, data: Path) -> list[Row]:
     selected = SpeculationConfig.from_dict(outcome["selected"])
     case = f"default plan, {_named(selected)} ({outcome['status']})"
     use = outcome["engine_use"]
-    rows = [
+    rows += [
         *(row(name, case, float(use[name]), "starts") for name in STARTS),
         row("gpu_minutes", case, use["gpu_minutes"], "min"),
         row("wall_s", case, wall_s, "s"),
@@ -383,7 +375,6 @@ def sweep(model: str, data: Path) -> list[Row]:
         if found is not None:
             ends = {"low": found.get("low"), "high": found.get("high")}
             rows.append(Row(claim=claim, case=case, value=found["est"], unit=unit, **ends))
-    return rows
 
 
 if __name__ == "__main__":

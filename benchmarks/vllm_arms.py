@@ -27,7 +27,7 @@ NEW_TOKENS = 512
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
 # Tokens of a pass, for each running request.
-TOKENS_PER_REQUEST = 384
+TOKENS_PER_REQUEST = 256
 _CHARS_PER_TOKEN = 6
 _START_S = time.monotonic()
 
@@ -101,27 +101,33 @@ def block_of(
 
 
 @contextmanager
-def stock_engines(
-    checkpoint: Checkpoint, capacities: Sequence[Capacity]
-) -> Iterator[list[VllmEngine]]:
-    """Stock engines of several sizes, started side by side; an idle one leaves the GPU alone."""
+def side_by_side(
+    checkpoint: Checkpoint, stock: Sequence[Capacity], plugin: Capacity
+) -> Iterator[tuple[list[VllmEngine], VllmEngine]]:
+    """Stock engines of several sizes and the plugin's, started at the same time on one GPU.
+
+    Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
+    alone, so each can be measured while the others are idle. Capacities must name their KV cache.
+    """
     launch = functools.partial(launch_host, is_alone=False)
-    engines: list[VllmEngine] = []
+    wanted = [*((capacity, True) for capacity in stock), (plugin, False)]
     started_s = time.monotonic()
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        starts = [
+            pool.submit(VllmEngine, checkpoint, capacity, is_stock=is_stock, launch=launch)
+            for capacity, is_stock in wanted
+        ]
+    engines = [start.result() for start in starts if start.exception() is None]
     try:
-        with ThreadPoolExecutor(len(capacities)) as pool:
-            starts = [
-                pool.submit(VllmEngine, checkpoint, capacity, is_stock=True, launch=launch)
-                for capacity in capacities
-            ]
-        engines = [start.result() for start in starts if start.exception() is None]
         for start in starts:
             start.result()
-        say(f"{len(engines)} stock engines started in {time.monotonic() - started_s:.0f} s")
-        yield engines
+        say(f"{len(engines)} engines started in {time.monotonic() - started_s:.0f} s")
+        say(f"plugin: {dict(engines[-1].status)}")
+        yield engines[:-1], engines[-1]
     finally:
-        for engine in engines:
-            engine.close()
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            for engine in engines:
+                pool.submit(engine.close)
 
 
 @contextmanager

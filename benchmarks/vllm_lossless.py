@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,7 @@ BATCH = 256
 Outputs = list[tuple[int, ...]]
 
 
-def lossless(checkpoint: Checkpoint, *, num_samples: int) -> list[Row]:
+def lossless(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> None:
     """Must-shows 1 and 2: one start of the plugin's engine, one of stock vLLM's."""
     long = source_prompts(checkpoint.tokenizer, NUM_GREEDY, GREEDY_CONTEXT)
     short = source_prompts(checkpoint.tokenizer, 1, SAMPLE_CONTEXT)[0]
@@ -47,7 +48,8 @@ def lossless(checkpoint: Checkpoint, *, num_samples: int) -> list[Row]:
         max_ratio=1.0,
         config=SPARSE,
     )
-    rows: list[Row] = []
+    # Lets a function be sent into the worker, which is how the bug is planted.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with engine_of(checkpoint, capacity) as engine:
         rows += list(_full_acceptance(engine, long))
         engine.configure(SPARSE)
@@ -66,7 +68,6 @@ def lossless(checkpoint: Checkpoint, *, num_samples: int) -> list[Row]:
             rows.append(_test(f"T 0.6, top-p 0.95, top-k 20, {name}", ours[name], theirs))
             if name == "plain":
                 rows.append(_test("a planted bug: q not as sampled", planted, theirs))
-    return rows
 
 
 def _test(case: str, ours: Sequence[int], theirs: Sequence[int]) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for module in (bench_vllm, vllm_lossless):
         monkeypatch.setattr(module, "source_prompts", prompts)
     monkeypatch.setattr(bench_vllm, "CONTEXT", 40)
-    monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: checkpoint())
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
+    source = replace(checkpoint(), facts={**checkpoint().facts, **shape})
+    monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: source)
     return started
 
 
@@ -49,8 +52,9 @@ def _by_claim(rows: Sequence[Row], claim: str) -> dict[str, Row]:
 
 
 def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_path: Path) -> None:
-    rows = bench_vllm.throughput("fake", [4, 8], seconds=150.0, data=tmp_path)
-    assert arms == [True, True, False], "one start of stock for each batch, one of the plugin"
+    rows: list[Row] = []
+    bench_vllm.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path)
+    assert sorted(arms) == [False, True, True], "one start of stock a batch, one of the plugin"
     for claim in ("speedup_vs_stock", "speedup_vs_gamma0", "vegas_vs_streaming_llm"):
         assert set(_by_claim(rows, claim)) == {"b4", "b8"}
     # The fake knows no algorithm: both are the same engine at much the same setting.
@@ -68,7 +72,7 @@ def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_p
 
 
 def test_every_pass_of_throughput_is_kept_raw(arms: list[bool], tmp_path: Path) -> None:
-    bench_vllm.throughput("fake", [4], seconds=100.0, data=tmp_path)
+    bench_vllm.throughput("fake", [4], [], seconds=100.0, data=tmp_path)
     rows = list(read_json_lines(tmp_path / "vllm_h200_4.jsonl.z"))
     kinds = {row["what"].split()[0] for row in rows}
     assert kinds == {"stock", "tune", "race", "b4"}
@@ -86,7 +90,8 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
     monkeypatch.setattr(vllm_lossless, "GREEDY_TOKENS", 24)
     monkeypatch.setattr(vllm_lossless, "GREEDY_CONTEXT", 65)
     monkeypatch.setattr(vllm_lossless, "BATCH", 32)
-    rows = vllm_lossless.lossless(checkpoint(), num_samples=3000)
+    rows: list[Row] = []
+    vllm_lossless.lossless(checkpoint(), rows, num_samples=3000)
     assert arms == [False, True]
     tests = _by_claim(rows, "same_distribution_p")
     assert len(tests) == 3
@@ -98,10 +103,11 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
 
 
 def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> None:
+    rows: list[Row] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_vllm, "SHAPE_CONTEXT", 400)
         patch.setattr(bench_vllm, "_buffers", lambda status: 2**30)
-        rows = bench_vllm.shape(tmp_path)
+        bench_vllm.shape(tmp_path, rows)
     steps = _by_claim(rows, "step_ms")
     plain = next(row for case, row in steps.items() if case.endswith(", stock"))
     drafting = next(row for case, row in steps.items() if case.endswith(", plugin"))

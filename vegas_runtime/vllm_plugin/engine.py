@@ -88,6 +88,7 @@ class VllmEngine:
         self._is_closed = False
         self._config = _PLAIN
         self._limit: int | None = None
+        self._prepared = ""
         self.num_starts = 0
         self._held_s = 0.0
         self._start()
@@ -143,7 +144,9 @@ class VllmEngine:
             ConfigError: they do not fit.
             BackendError: the engine died.
         """
-        self._report(f"prefilling block {block.index}")
+        if block.sha256 != self._prepared:
+            self._report(f"prefilling block {block.index}, or finding it prefilled")
+        self._prepared = block.sha256
         self._ask(
             "prepare",
             timeout_s=_PREFILL_TIMEOUT_S,
