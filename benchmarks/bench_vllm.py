@@ -47,7 +47,7 @@ from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.measure import Measurement, mean_ratio, unpaired_ratio
 from vegas_tune.plan import make_plan
-from vegas_tune.sweep import run_sweep
+from vegas_tune.sweep import SweepResult, run_sweep
 
 GAMMAS = (2, 4, 6, 8, 10)
 RATIOS = (0.03, 0.05, 0.07, 0.1, 0.15)
@@ -202,14 +202,24 @@ def _tune(
         else:
             say(f"  failed: {outcome.point.key}: {outcome.reason}")
     chosen = result.selected
-    if not chosen.num_speculative_tokens and result.finalists:
+    if not chosen.num_speculative_tokens:
         # The race is between drafting settings; whether to draft at all is its own row.
-        chosen = result.finalists[0]
+        chosen = _fastest_drafting(result)
     say(
         f"  {algorithm}: {_named(chosen)} ({result.status}) after {len(result.outcomes)} passes "
         f"of {result.num_settings} settings in {result.spent_s:.0f} s"
     )
     return chosen
+
+
+def _fastest_drafting(result: SweepResult) -> SpeculationConfig:
+    """The fastest setting that drafts, finalists first."""
+    if result.finalists:
+        return result.finalists[0]
+    drafting = [one for one in result.measured() if one.point.config.num_speculative_tokens]
+    if not drafting:
+        raise SystemExit(f"{result.spent_s:.0f} s of tuning measured no setting that drafts.")
+    return max(drafting, key=lambda one: one.figures.decode_tok_s.est).point.config
 
 
 def _rows(
