@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,14 +110,17 @@ def side_by_side(
     Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
     alone, so each can be measured while the others are idle. Capacities must name their KV cache.
     """
-    launch = functools.partial(launch_host, is_alone=False)
     wanted = [*((capacity, True) for capacity in stock), (plugin, False)]
     started_s = time.monotonic()
+
+    def start(capacity: Capacity, is_stock: bool) -> VllmEngine:
+        # vLLM's compile cache is not made for several writers at once.
+        cache = {"VLLM_CACHE_ROOT": tempfile.mkdtemp(prefix="vegas-bench-")} if is_stock else {}
+        launch = functools.partial(launch_host, is_alone=False, environment=cache)
+        return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch)
+
     with ThreadPoolExecutor(len(wanted)) as pool:
-        starts = [
-            pool.submit(VllmEngine, checkpoint, capacity, is_stock=is_stock, launch=launch)
-            for capacity, is_stock in wanted
-        ]
+        starts = [pool.submit(start, *arm) for arm in wanted]
     engines = [start.result() for start in starts if start.exception() is None]
     try:
         for start in starts:

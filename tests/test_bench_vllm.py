@@ -92,7 +92,7 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
     monkeypatch.setattr(vllm_lossless, "BATCH", 32)
     rows: list[Row] = []
     vllm_lossless.lossless(checkpoint(), rows, num_samples=3000)
-    assert arms == [False, True]
+    assert sorted(arms) == [False, False, True]
     tests = _by_claim(rows, "same_distribution_p")
     assert len(tests) == 3
     assert all(row.value > vllm_lossless.FALSE_ALARM_RATE for row in tests.values())
@@ -100,6 +100,22 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
     assert [row.value for row in shares.values()] == [1.0, 1.0]
     (p,) = _by_claim(rows, "greedy_p").values()
     assert p.value == 1.0
+
+
+def test_both_parts_run_on_the_same_engines(
+    arms: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_lossless, "_plant", lambda engine: None)
+    monkeypatch.setattr(vllm_lossless, "_gap", lambda stock, prefix: 0.1)
+    for name, value in (("NUM_GREEDY", 8), ("GREEDY_TOKENS", 16), ("GREEDY_CONTEXT", 65)):
+        monkeypatch.setattr(vllm_lossless, name, value)
+    rows: list[Row] = []
+    bench_vllm.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path, num_samples=2000)
+    # Two of stock and one of the plugin side by side, then one for ratio 1.
+    assert sorted(arms) == [False, False, True, True]
+    claims = {row.claim for row in rows}
+    assert {"speedup_vs_stock", "rows_all_vs_two", "same_distribution_p", "greedy_p"} <= claims
+    assert "acceptance_at_ratio_1" in claims
 
 
 def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> None:

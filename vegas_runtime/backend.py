@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
@@ -79,6 +79,7 @@ class Capacity:
         gpu_memory_utilization: share of the GPU's memory the engine may take.
         kv_cache_bytes: size of the KV cache, for engines side by side on one GPU; what is left of
             the engine's share by default.
+        speculative_options: further keys of the speculative config, to measure the engine itself.
         load_format: `auto`, or `dummy` for weights that are random numbers of the right shape.
 
     Raises:
@@ -92,6 +93,7 @@ class Capacity:
     config: SpeculationConfig
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
+    speculative_options: Mapping[str, Any] = field(default_factory=dict)
     load_format: str = "auto"
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -213,18 +213,27 @@ def root_cause(log: str) -> str:
     return found
 
 
-def launch_host(is_stock: bool, *, is_alone: bool = True) -> Child:
+def launch_host(
+    is_stock: bool, *, is_alone: bool = True, environment: Mapping[str, str] | None = None
+) -> Child:
     """Start the process of `host` in a session of its own; it opens an engine when told to.
 
     Args:
         is_stock: keep this project's plugin from being loaded.
         is_alone: see `launch`.
+        environment: see `launch`.
     """
     command = [sys.executable, "-m", "vegas_runtime.vllm_plugin.host"]
-    return launch(command, is_stock=is_stock, is_alone=is_alone)
+    return launch(command, is_stock=is_stock, is_alone=is_alone, environment=environment)
 
 
-def launch(command: list[str], *, is_stock: bool, is_alone: bool = True) -> Child:
+def launch(
+    command: list[str],
+    *,
+    is_stock: bool,
+    is_alone: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Child:
     """Start a command that serves a pipe, as `host` does.
 
     Args:
@@ -232,7 +241,11 @@ def launch(command: list[str], *, is_stock: bool, is_alone: bool = True) -> Chil
         is_stock: keep this project's plugin from being loaded.
         is_alone: no other engine starts or ends meanwhile, so that what is in use afterwards tells
             whether the memory came back.
+        environment: variables that differ from this process's.
     """
+    changes = dict(environment or {})
+    if is_stock:
+        changes["VLLM_PLUGINS"] = other_plugins()
     handle, name = tempfile.mkstemp(prefix="vegas-vllm-", suffix=".log")
     used = gpu_memory_used_bytes() if is_alone else None
     ours, theirs = Pipe()
@@ -244,7 +257,7 @@ def launch(command: list[str], *, is_stock: bool, is_alone: bool = True) -> Chil
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-            env=child_environment({"VLLM_PLUGINS": other_plugins()} if is_stock else {}),
+            env=child_environment(changes),
         )
     return Child(process, ours, Path(name), used_before_bytes=used)
 

@@ -203,7 +203,7 @@ class VllmEngine:
         num_logprobs: int = 0,
         timeout_s: float = _PREFILL_TIMEOUT_S,
     ) -> list[Completion]:
-        """Complete prompts at the setting in force.
+        """Complete prompts at the setting in force, as many at a time as the engine takes.
 
         Args:
             prompts: token ids.
@@ -213,6 +213,8 @@ class VllmEngine:
             num_logprobs: likeliest tokens to report for each new one.
             timeout_s: after this the engine counts as hung.
         """
+        if not self._is_stock and self._limit is not None:
+            self._apply(self._config, None)
         own = [sampling.seed + number for number in range(len(prompts))]
         completions: list[Completion] = self._ask(
             "generate",
@@ -368,6 +370,7 @@ def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool
     speculative = start.to_rfc() | {
         "sparse_attn_num_speculative_tokens_set": list(capacity.gammas),
         "sparse_attn_max_ratio": capacity.max_ratio,
+        **capacity.speculative_options,
     }
     return options | {"speculative_config": speculative}
 
