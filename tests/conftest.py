@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_process import VllmProcess, write_model
+from vllm_process import VllmProcess, need_vllm, write_model
 
 from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
 from vegas_runtime.errors import ModelError
@@ -43,7 +43,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[VllmProcess]:
     """vLLM's own configuration, scheduler and engine core on a made-up GPU, plugin registered."""
-    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
+    need_vllm()
     with VllmProcess() as process:
         yield process
 

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from vllm_process import ROOT, Refused, VllmProcess
+from vllm_process import ROOT, Refused, VllmProcess, need_vllm
 
 from vegas_runtime.vllm_plugin.patches import HOOKS, Hook, is_supported
 
@@ -141,7 +141,7 @@ def test_a_spawned_engine_core_gets_its_methods_by_registering(vllm: VllmProcess
 
 @pytest.mark.vllm
 def test_another_version_refuses_vegas_and_serves_everything_else(llama: str) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
+    need_vllm()
     with VllmProcess(FAKE_VERSION="0.34.0") as newer:
         plain = newer.ask("build", arguments={"model": llama})
         assert plain["worker_cls"] == "vllm.v1.worker.gpu_worker.Worker"

@@ -124,18 +124,22 @@ def test_adaptive_verification_and_other_sampling_are_refused(
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("machine", "said"),
     [
-        ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V1 model runner"),
-        ({"FAKE_CAPABILITY": "7.5"}, "compute capability 7.5"),
-        ({"FAKE_OTHER_VENDOR": "1"}, "needs an NVIDIA GPU"),
+        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}, "V1 model runner"),
+        ({"capability": [7, 5]}, "compute capability 7.5"),
+        ({"is_nvidia": False}, "needs an NVIDIA GPU"),
     ],
 )
-def test_a_machine_that_cannot_run_it(llama: str, environment: dict[str, str], said: str) -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
-    with VllmProcess(**environment) as process:
-        # float16: what the oldest of these GPUs still takes.
-        assert said in refusal(process, model=llama, dtype="float16")
+def test_a_machine_that_cannot_run_it(
+    vllm: VllmProcess, llama: str, machine: dict[str, Any], said: str
+) -> None:
+    # float16: what the oldest of these GPUs still takes.
+    arguments = {"model": llama, "speculative_config": RFC, "dtype": "float16"}
+    with pytest.raises(Refused, match=said) as refused:
+        vllm.ask("build", arguments=arguments, **machine)
+    assert refused.value.kind == "ConfigError", refused.value
+    assert vllm.ask("build", arguments=arguments)["settings"]["gammas"] == [0, 4]
 
 
 @pytest.mark.vllm

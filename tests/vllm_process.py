@@ -8,6 +8,7 @@ answers each with one line; `VllmProcess` is the other end.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -18,6 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Self
+from unittest import mock
+
+import pytest
 
 ROOT: Final = Path(__file__).parent.parent
 LLAMA: Final = {
@@ -39,6 +43,12 @@ def write_model(folder: Path, **changes: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}), encoding="utf-8")
     return str(folder)
+
+
+def need_vllm() -> None:
+    """Skip the test, with the reason, where vLLM's Python is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed (extra `vllm`)")
 
 
 class Refused(Exception):  # noqa: N818 - an answer, not a fault of the process
@@ -108,22 +118,23 @@ class VllmProcess:
 # ------------------------------------------------------------------------- inside the process
 
 
-def pretend_cuda(capability: tuple[int, int], *, is_nvidia: bool) -> None:
-    """Make vLLM see eight H200, or other GPUs; its compiled modules are not loaded."""
+def pretend_cuda() -> None:
+    """Make vLLM see eight H200; its compiled modules are not loaded."""
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     from vllm import platforms
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability, PlatformEnum
 
     class FakeCuda(CudaPlatformBase):
-        _enum = PlatformEnum.CUDA if is_nvidia else PlatformEnum.OOT
+        _enum = PlatformEnum.CUDA
+        capability = (9, 0)
 
         def is_cumem_allocator_available(self) -> bool:
             return True
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(*capability)
+            return DeviceCapability(*cls.capability)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
@@ -233,8 +244,7 @@ def serve(orders: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def main() -> None:
-    major, minor = map(int, os.environ.get("FAKE_CAPABILITY", "9.0").split("."))
-    pretend_cuda((major, minor), is_nvidia="FAKE_OTHER_VENDOR" not in os.environ)
+    pretend_cuda()
     know_models()
     if "FAKE_VERSION" in os.environ:
         from vllm import version
@@ -245,8 +255,22 @@ def main() -> None:
     register()
     loaded = sorted(sys.modules)
 
-    def build(arguments: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
-        return describe(engine_config(arguments, argv))
+    def build(
+        arguments: dict[str, Any],
+        argv: list[str] | None = None,
+        capability: tuple[int, int] = (9, 0),
+        is_nvidia: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        from vllm import platforms
+
+        gpu = platforms.current_platform
+        kind = platforms.PlatformEnum.CUDA if is_nvidia else platforms.PlatformEnum.OOT
+        with (
+            mock.patch.dict(os.environ, environment or {}),
+            mock.patch.multiple(type(gpu), capability=tuple(capability), _enum=kind),
+        ):
+            return describe(engine_config(arguments, argv))
 
     def pickled(arguments: dict[str, Any]) -> dict[str, Any]:
         return describe(pickle.loads(pickle.dumps(engine_config(arguments))))
