@@ -24,7 +24,7 @@ def arguments(tiny: Path, run_dir: Path, *more: str) -> list[str | Path]:
         "compare", "--model", tiny / "model", "--workload", tiny / "prompts.jsonl",
         "--methods", ",".join(METHODS),
         "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "48",
-        "--tokens", "60", "--min-tokens", "4", "--max-gamma", "3", "--budget", "120s",
+        "--tokens", "60", "--min-tokens", "4", "--max-gamma", "3", "--budget", "10m",
         "--ratios", "0.1,0.3,0.6", "--dtype", "float32", "--device", "cpu",
         "--backend", "reference", "--run-dir", run_dir, *more,
     ]  # fmt: skip
