@@ -32,7 +32,7 @@ BLOCKS = make_blocks(3, sampling=SamplingConfig(temperature=0.6))
 OPTIONS: Mapping[str, Any] = {
     "first": None, "second": None, "model": "synthetic", "methods": "vegas,streaming_llm,quest",
     "gamma": "auto", "backend": "reference", "budget": "3h", "workload": "stdlib", "data": None,
-    "context": 4096, "batch": 8, "blocks": 3, "waiting": 0, "max_new_tokens": 128, "tokens": 800,
+    "context": 4096, "batch": 8, "blocks": 3, "waiting": 0, "max_new_tokens": 128, "tokens": 400,
     "rounds": 2, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 32, "max_gamma": 10, "ratios": "0.03,0.05,0.1,0.25",
     "gammas": None, "seed": 0, "dtype": "auto", "device": "auto", "new": False,
@@ -56,6 +56,8 @@ class Session:
             ("open_vllm", self._open_vllm),
         ):
             monkeypatch.setattr(compare_bed, name, value)
+        # Drawing takes as long as all the rest; `test_compare_cli` and `test_method_report` draw.
+        monkeypatch.setattr(figure_files, "can_draw", lambda: False)
         self._monkeypatch = monkeypatch
 
     def on_vllm(self) -> None:
@@ -217,9 +219,8 @@ def test_one_method_without_a_setting_leaves_the_others(session: Session) -> Non
 
 
 def test_without_matplotlib_the_report_still_holds_the_figures(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(figure_files, "can_draw", lambda: False)
     outcome = session.run()
     assert [path.name for path in outcome.files] == ["comparison.json", "table.md", "report.html"]
     assert "vegas-tune[demo]" in capsys.readouterr().err
