@@ -40,6 +40,11 @@ def test_the_bed_runs_the_v2_runner(report: dict[str, Any]) -> None:
     assert report["stock"]["runner"] == "vllm.v1.worker.gpu.model_runner"
 
 
+def test_vllm_is_as_the_worker_needs_it(report: dict[str, Any]) -> None:
+    assert len(report["deviations"]) > 10
+    assert {target: found for target, found in report["deviations"].items() if found} == {}
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "sampled", "penalised"])
 def test_every_draft_over_the_whole_cache_is_accepted(
     report: dict[str, Any], sampling: str

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vegas_runtime.vllm_plugin import control
 from vegas_runtime.vllm_plugin.draft_sampling import FORBIDDEN, DraftSampler
+from vegas_runtime.vllm_plugin.worker_hooks import WORKER_HOOKS
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "seed": 7}
@@ -57,6 +58,7 @@ def main() -> None:
     stock = run_stock(folder)
     report = {"stock": stock, **run_plugin(folder, stock), **run_crowded(folder)}
     report["draws"] = draw()
+    report["deviations"] = {hook.target: hook.deviation() for hook in WORKER_HOOKS}
     sys.stdout.write(json.dumps(report))
 
 

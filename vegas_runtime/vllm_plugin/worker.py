@@ -19,9 +19,11 @@ from vegas_runtime.vllm_plugin.attention import VegasAttentionBackend, VegasAtte
 from vegas_runtime.vllm_plugin.config import PluginSettings, settings_of
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.graphs import VerifyGraphs
+from vegas_runtime.vllm_plugin.patches import check_hooks
 from vegas_runtime.vllm_plugin.speculator import VegasSpeculator
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 from vegas_runtime.vllm_plugin.step_times import StepTimes
+from vegas_runtime.vllm_plugin.worker_hooks import WORKER_HOOKS
 
 
 class VegasModelRunner(GPUModelRunner):
@@ -215,6 +217,7 @@ class VegasWorker(Worker):
     model_runner: VegasModelRunner
 
     def _make_model_runner(self) -> VegasModelRunner:
+        check_hooks(WORKER_HOOKS)
         register_backend(
             AttentionBackendEnum.FLASH_ATTN,
             f"{VegasAttentionBackend.__module__}.{VegasAttentionBackend.__qualname__}",
