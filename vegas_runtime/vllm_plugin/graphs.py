@@ -23,7 +23,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 from vegas_runtime.vllm_plugin.config import settings_of
 from vegas_runtime.vllm_plugin.graph_sizes import full_graphs, mixed_graphs
 
-# Rows that are only padding cost linear layers' time; beyond this the piecewise graphs are faster.
+# Rows run for each row of an uneven batch. The others are padding and cost linear layers' time;
+# with more of them the piecewise graphs are faster.
 MAX_PADDING: Final = 1.5
 
 
@@ -109,7 +110,9 @@ class VerifyGraphs(ModelCudaGraphManager):
         )
         if found is None or uniform_token_count is not None:
             return found
-        return found if found.num_tokens <= MAX_PADDING * num_tokens else None
+        # Batches are padded to the next size in any case; rows are what only this graph adds.
+        rows_run = num_reqs * (found.uniform_token_count or 0)
+        return found if rows_run <= MAX_PADDING * num_tokens else None
 
 
 class DraftGraphs(CudaGraphManager):
