@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -560,3 +561,22 @@ def test_auto_passes_over_an_engine_that_nobody_sized(monkeypatch: pytest.Monkey
     assert "sized for a workload" in reason
     with pytest.raises(UsageError, match="sizes its KV cache"):
         backend.open_backend("vllm", model="m", max_num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize("is_stock", [True, False])
+def test_a_child_gets_its_own_variables_and_stock_no_plugin(
+    monkeypatch: pytest.MonkeyPatch, is_stock: bool
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "vegas")
+    monkeypatch.setattr(child_module, "other_plugins", lambda: "lora")
+    tell = (
+        "import os, sys; from multiprocessing.connection import Connection; "
+        "Connection(int(sys.argv[-1])).send([os.environ['VLLM_PLUGINS'], os.environ['MINE']])"
+    )
+    child = child_module.launch(
+        [sys.executable, "-c", tell], is_stock=is_stock, environment={"MINE": "7"}
+    )
+    assert child._pipe.recv() == ["lora" if is_stock else "vegas", "7"]
+    child.is_healthy = False
+    child.end(report=print)
+    child._log.unlink()
