@@ -88,6 +88,19 @@ def test_verification_is_full_attention(device: str, path: str, sinks: str) -> N
             assert float(error) <= OUT_TOLERANCE[case.dtype]
 
 
+@on_each_device
+@on_each_path
+@pytest.mark.parametrize("batch", [1, 5, pytest.param(256, marks=pytest.mark.gpu)])
+def test_a_step_of_nothing_but_its_own_rows(device: str, path: str, batch: int) -> None:
+    """What vLLM runs before it captures a size: requests whose whole text is the verify block."""
+    case = Case(dtype=DTYPE, lens=(GAMMA + 1,) * batch, queries=(GAMMA + 1,) * batch)
+    step = run_step(case, make_config(), path=path, device=device)
+    assert step.collector.selected(0, batch)[1].tolist() == [1] * batch
+    for b in range(0, batch, 13):
+        assert listed_positions(step, 1, b) == [[0]]
+    assert bool(step.out.isfinite().all())
+
+
 def test_codes_of_exact_paths_agree() -> None:
     config = make_config()
     codes = {}
