@@ -29,7 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=550,
     )
     assert found.returncode == 0, found.stderr[-4000:]
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])

@@ -174,6 +174,7 @@ class BedDevice:
         )
         self.model_runner = self._make_model_runner()
 
+    @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """A fixed cache, after the dummy run that memory profiling makes."""
         self.model_runner.profile_run()

@@ -72,6 +72,10 @@ class VerifyGraphs(ModelCudaGraphManager):
         )
         super().capture(*args, **kwargs)
 
+    def progress(self) -> str:
+        """FULL graphs captured so far, and the next one."""
+        return _progress(self)
+
     def dispatch(
         self,
         num_reqs: int,
@@ -150,12 +154,28 @@ class DraftGraphs(CudaGraphManager):
 
         self.capture(create, "Capturing draft steps")
 
+    def progress(self) -> str:
+        """Graphs captured so far, and the next one."""
+        return _progress(self)
+
     def find(self, num_reqs: int) -> BatchExecutionDescriptor | None:
         """The graph that serves a batch, None where none was captured for its size."""
         if not self._graphs_captured:
             return None
         descs = self._capture_descs[CUDAGraphMode.FULL]
         return _smallest(desc for desc in descs if (desc.num_reqs or 0) >= num_reqs)
+
+
+def _progress(graphs: CudaGraphManager) -> str:
+    wanted = graphs._capture_descs.get(CUDAGraphMode.FULL, [])
+    done = len(graphs.graphs)
+    if done >= len(wanted):
+        return f"all {len(wanted)} graphs"
+    following = wanted[done]
+    return (
+        f"{done} of {len(wanted)} graphs (next: {following.num_reqs} requests of "
+        f"{following.uniform_token_count} rows)"
+    )
 
 
 def _full(batch: int, rows: int) -> BatchExecutionDescriptor:

@@ -36,8 +36,8 @@ class StepInputs:
         self.is_collecting = False
         self.ratio = torch.ones(1, dtype=torch.float64, device=device)
         self.min_tokens = torch.ones(1, dtype=torch.int32, device=device)
-        self.rows = torch.ones(max_requests, dtype=torch.int32, device=device)
-        self.request_ids = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        self.rows, self.request_ids = torch.empty(2, max_requests, dtype=torch.int32, device=device)
+        self.reset()
         # Two of each: the copy of one step may still run while the next one is prepared.
         self._staged = [
             torch.empty(2, max_requests, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -51,6 +51,11 @@ class StepInputs:
         """Device memory held."""
         tensors = (self.ratio, self.min_tokens, self.rows, self.request_ids, self._packed)
         return sum(tensor.nbytes for tensor in tensors)
+
+    def reset(self) -> None:
+        """One row of every request, and no request known: what graphs are captured from."""
+        self.rows.fill_(1)
+        self.request_ids.fill_(-1)
 
     def load(self, request_ids: np.ndarray, num_drafts: np.ndarray | None) -> None:
         """Describe the batch of the step that is prepared.

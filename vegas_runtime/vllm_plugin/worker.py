@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
-from vegas_runtime.vllm_plugin import collection
+from vegas_runtime.vllm_plugin import collection, stalls
 from vegas_runtime.vllm_plugin.attention import VegasAttentionBackend, VegasAttentionImpl
 from vegas_runtime.vllm_plugin.config import PluginSettings, settings_of
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
@@ -86,6 +86,21 @@ class VegasModelRunner(GPUModelRunner):
         )
         layer = self.compilation_config.static_forward_context[groups[0].layer_names[0]]
         self.collector.bind(layer.kv_cache.transpose(1, 2).tensor_split(2, dim=-1)[0])
+
+    @torch.inference_mode()
+    def capture_model(self, **kwargs: Any) -> int:
+        """Capture the graphs, from the same inputs every time, and say so when it stalls."""
+        self.step_inputs.reset()
+        with stalls.reported(self._capture_progress):
+            captured: int = super().capture_model(**kwargs)
+        return captured
+
+    def _capture_progress(self) -> str:
+        drafts = self.speculator.graphs
+        return (
+            f"{self.cudagraph_manager.progress()} of verification, "
+            f"{'none' if drafts is None else drafts.progress()} of drafts captured"
+        )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Verify; lists are collected when the scheduler wants drafts after this step."""

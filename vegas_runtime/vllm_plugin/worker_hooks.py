@@ -40,6 +40,11 @@ WORKER_HOOKS: Final = (
         uses=("cudagraph_manager", "attn_groups", "set_attn", "init_cudagraph_manager"),
     ),
     Hook(
+        target=f"{_RUNNER}.capture_model",
+        reason="runs every graph once before capturing it, which is where a kernel may not end",
+        parameters=("self", "profile_only"),
+    ),
+    Hook(
         target=f"{_RUNNER}.execute_model",
         reason="a step's graph is dispatched here, after it is known whether drafts follow",
         uses=("dispatch_cg_and_sync_dp", "prepare_inputs", "num_spec_tokens_to_schedule"),
