@@ -54,6 +54,8 @@ from vegas_tune.sweep import SweepResult, run_sweep
 GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05, 0.07)
 STOCK_PASSES = 3
+# Passes in which nobody arrives: what decoding alone gains.
+CLOSED_PASSES = 2
 SPARE_PROMPTS = 8
 # Beyond a request's output: drafts, and blocks not filled.
 KV_SPARE_TOKENS = 128
@@ -65,6 +67,10 @@ TUNED = {
 }
 # The setting whose acceptance the prototype reported.
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
+
+
+# Of each arm, by its name.
+Passes = dict[str, list[Measurement]]
 
 
 def main() -> None:
@@ -154,12 +160,20 @@ def throughput(
                     rows += _plugin(engine, block, passes, evidence, seconds=seconds * share)
             finally:
                 evidence.write()
+                rows.append(_not_steady(sizes, evidence))
             if num_samples:
                 compare_outputs(
                     stock[-1], engine, checkpoint.tokenizer, rows, num_samples=num_samples
                 )
     if num_samples:
         full_acceptance(checkpoint, rows)
+
+
+def _not_steady(sizes: Sequence[int], evidence: Evidence) -> Row:
+    """How many of the passes that figures rest on were not steady, and which."""
+    which = ", ".join(dict.fromkeys(evidence.not_steady)) or "none"
+    case = f"b{', b'.join(map(str, sizes))}: {which}"
+    return row("passes_not_steady", case, float(len(evidence.not_steady)), "passes")
 
 
 def _capacity(batch_size: int, checkpoint: Checkpoint) -> Capacity:
@@ -180,18 +194,26 @@ def _capacity(batch_size: int, checkpoint: Checkpoint) -> Capacity:
     )
 
 
-def _stock(engine: VllmEngine, block: PromptBlock, evidence: Evidence) -> list[Measurement]:
+def _stock(engine: VllmEngine, block: PromptBlock, evidence: Evidence) -> Passes:
     engine.prepare(block)
-    return [
-        evidence.take(engine, block, f"stock b{block.batch_size}", replicate=number)
-        for number in range(STOCK_PASSES)
-    ]
+    what = f"stock b{block.batch_size}"
+    return {
+        "stock": [
+            evidence.take(engine, block, what, replicate=number) for number in range(STOCK_PASSES)
+        ],
+        "stock closed": [
+            evidence.take(
+                engine, block, f"{what} closed", replicate=100 + number, has_arrivals=False
+            )
+            for number in range(CLOSED_PASSES)
+        ],
+    }
 
 
 def _plugin(
     engine: VllmEngine,
     block: PromptBlock,
-    stock: Sequence[Measurement],
+    stock: Passes,
     evidence: Evidence,
     *,
     seconds: float,
@@ -206,16 +228,23 @@ def _plugin(
         "streaming_llm": stream,
         "plain": BASE,
     }
-    race: dict[str, list[Measurement]] = {name: [] for name in arms}
+    passes: Passes = {name: [] for name in arms} | stock
     for number in range(RACE_ROUNDS):
         # Forth and back: linear drift hits every arm alike over two rounds.
         for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
             engine.configure(arms[name])
             what = f"race b{size} {name} {_named(arms[name])}"
-            race[name].append(evidence.take(engine, block, what, replicate=500 + number))
+            passes[name].append(evidence.take(engine, block, what, replicate=500 + number))
+    for name in ("vegas", "streaming_llm", "plain"):
+        engine.configure(arms[name])
+        what = f"closed b{size} {name} {_named(arms[name])}"
+        passes[f"{name} closed"] = [
+            evidence.take(engine, block, what, replicate=800 + number, has_arrivals=False)
+            for number in range(CLOSED_PASSES)
+        ]
     engine.configure(REPORTED)
     reported = evidence.take(engine, block, f"b{size} {_named(REPORTED)}", replicate=900)
-    return _rows(size, arms, race, stock, reported)
+    return _rows(size, arms, passes, reported)
 
 
 def _tune(
@@ -268,13 +297,12 @@ def _fastest_drafting(result: SweepResult) -> SpeculationConfig:
 
 def _rows(
     size: int,
-    arms: dict[str, SpeculationConfig],
-    race: dict[str, list[Measurement]],
-    stock: Sequence[Measurement],
+    arms: Mapping[str, SpeculationConfig],
+    passes: Passes,
     reported: Measurement,
 ) -> list[Row]:
-    rates = {name: [one.decode_tok_s.est for one in passes] for name, passes in race.items()}
-    base = [one.decode_tok_s.est for one in stock]
+    rates = {name: [one.decode_tok_s.est for one in found] for name, found in passes.items()}
+    base, closed = rates["stock"], rates["stock closed"]
     logs = {name: [math.log(rate) for rate in found] for name, found in rates.items()}
 
     def paired(one: str, other: str) -> Any:
@@ -289,9 +317,19 @@ def _rows(
         row("rows_all_vs_two", case, paired("vegas", "vegas_rows_two"), "x"),
         row("plugin_gamma0_vs_stock", case, unpaired_ratio(rates["plain"], base), "x"),
         row("stock_decode", case, mean_of(base), "tok/s"),
+        row("stock_decode", f"{case}, no arrivals", mean_of(closed), "tok/s"),
+        *(
+            row(
+                "speedup_vs_stock_no_arrivals",
+                f"{case} {name}",
+                unpaired_ratio(rates[f"{name} closed"], closed),
+                "x",
+            )
+            for name in ("vegas", "streaming_llm", "plain")
+        ),
     ]  # fmt: skip
     for name in ("vegas", "vegas_rows_two", "streaming_llm"):
-        last = race[name][-1]
+        last = passes[name][-1]
         named = f"{case} {name} {_named(arms[name])}"
         rows.append(row("decode", named, mean_of(rates[name]), "tok/s"))
         if last.accepted is not None:

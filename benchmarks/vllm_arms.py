@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,16 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.records import Run, write_json_lines
 from vegas_runtime.vllm_plugin.child import launch_host
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
-from vegas_tune.measure import Estimate, Measurement, measure
+from vegas_tune.measure import (
+    Estimate,
+    Measurement,
+    accepted,
+    decode_tok_s,
+    measure,
+    phase_times,
+    request_counts,
+    survival,
+)
 
 # One token more than whole KV blocks: after a prefix hit one token is left to compute, so that
 # both arms stay on their full CUDA graphs as requests arrive.
@@ -114,24 +122,28 @@ def side_by_side(
     started_s = time.monotonic()
 
     def start(capacity: Capacity, is_stock: bool) -> VllmEngine:
-        # vLLM's compile cache is not made for several writers at once.
-        cache = {"VLLM_CACHE_ROOT": tempfile.mkdtemp(prefix="vegas-bench-")} if is_stock else {}
-        launch = functools.partial(launch_host, is_alone=False, environment=cache)
+        launch = functools.partial(launch_host, is_alone=False)
         return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch)
 
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        starts = [pool.submit(start, *arm) for arm in wanted]
-    engines = [start.result() for start in starts if start.exception() is None]
+    engines: list[VllmEngine] = []
     try:
-        for start in starts:
-            start.result()
+        # One alone first: it compiles what all of them run, and the others find it compiled.
+        engines.append(start(*wanted[0]))
+        say(f"first engine after {time.monotonic() - started_s:.0f} s")
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            starts = [pool.submit(start, *arm) for arm in wanted[1:]]
+        engines += [one.result() for one in starts if one.exception() is None]
+        for one in starts:
+            one.result()
         say(f"{len(engines)} engines started in {time.monotonic() - started_s:.0f} s")
         say(f"plugin: {dict(engines[-1].status)}")
         yield engines[:-1], engines[-1]
     finally:
         with ThreadPoolExecutor(len(wanted)) as pool:
-            for engine in engines:
-                pool.submit(engine.close)
+            ends = [pool.submit(engine.close) for engine in engines]
+        for end in ends:
+            if (error := end.exception()) is not None:
+                say(f"an engine did not end: {error}")
 
 
 @contextmanager
@@ -150,32 +162,62 @@ def engine_of(
         say(f"{arm} ended; it held the GPU for {engine.held_s:.0f} s")
 
 
+def _all_full_steps(run: Run) -> Measurement:
+    """Figures over every step of a full batch but the first, whatever moved while it ran."""
+    steps = [s for s in run.steps if s.kind == "decode" and s.num_running == run.batch_size][1:]
+    counts = request_counts(run)
+    return Measurement(
+        decode_tok_s=decode_tok_s(steps),
+        accepted=accepted([counts]) if counts else None,
+        survival=survival([run]),
+        phases=phase_times(steps),
+        counts=counts,
+        num_steps=len(steps),
+    )
+
+
 class Evidence:
-    """Every pass of a part, kept as its raw step records."""
+    """Every pass of a part, kept as its raw step records.
+
+    Attributes:
+        not_steady: the passes that were not, by name.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._rows: list[dict[str, Any]] = []
+        self.not_steady: list[str] = []
 
     def take(
-        self, engine: VllmEngine, block: PromptBlock, what: str, *, replicate: int
+        self,
+        engine: VllmEngine,
+        block: PromptBlock,
+        what: str,
+        *,
+        replicate: int,
+        has_arrivals: bool = True,
     ) -> Measurement:
         """One pass at the setting in force.
 
-        Raises:
-            SystemExit: it was not steady.
+        One that is not steady counts as well, over every step of a full batch: time on a GPU is
+        not thrown away. It is said, and told by `not_steady`.
         """
-        run = engine.run(
-            block,
-            replicate=replicate,
-            max_tokens=TOKENS_PER_REQUEST * block.batch_size,
-            deadline_s=engine.now_s() + 60,
-        )
+        deadline_s = engine.now_s() + 60
+        if has_arrivals:
+            run = engine.run(
+                block,
+                replicate=replicate,
+                max_tokens=TOKENS_PER_REQUEST * block.batch_size,
+                deadline_s=deadline_s,
+            )
+        else:
+            run = engine.run_closed(block, replicate=replicate, deadline_s=deadline_s)
         self.keep(what, run)
         figures = measure(run)
         if not isinstance(figures, Measurement):
-            self.write()
-            raise SystemExit(f"{what}: {figures.reason}")
+            say(f"  NOT STEADY: {what}: {figures.reason}")
+            self.not_steady.append(what)
+            figures = _all_full_steps(run)
         hits = run.num_cached_tokens / max(run.num_prompt_tokens, 1)
         length = f", accepted {figures.accepted.est:.2f}" if figures.accepted else ""
         say(

@@ -457,6 +457,7 @@ def main() -> None:
         core = open_core(**arguments)
         return Misbehaving(core.engine_core, how, after) if how else core
 
+    host.end_with(os.getppid())
     host.serve(Connection(int(sys.argv[-1])), opened)
 
 

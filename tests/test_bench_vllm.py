@@ -15,6 +15,8 @@ from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_tune.measure import measure
+from vegas_tune.steady import Unsteady
 
 
 @pytest.fixture
@@ -75,8 +77,29 @@ def test_every_pass_of_throughput_is_kept_raw(arms: list[bool], tmp_path: Path) 
     bench_vllm.throughput("fake", [4], [], seconds=100.0, data=tmp_path)
     rows = list(read_json_lines(tmp_path / "vllm_h200_4.jsonl.z"))
     kinds = {row["what"].split()[0] for row in rows}
-    assert kinds == {"stock", "tune", "race", "b4"}
+    assert kinds == {"stock", "tune", "race", "closed", "b4"}
     assert all(Run.from_dict(row["run"]).steps for row in rows)
+
+
+def test_a_pass_that_is_not_steady_is_flagged_and_ends_nothing(
+    arms: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    judged: list[Run] = []
+
+    def judge(run: Run) -> Any:
+        judged.append(run)
+        if len(judged) % 3 == 0:
+            return Unsteady(kind="unsteady", reason="another process.")
+        return measure(run)
+
+    monkeypatch.setattr(vllm_arms, "measure", judge)
+    rows: list[Row] = []
+    bench_vllm.throughput("fake", [4], rows, seconds=100.0, data=tmp_path)
+    (flagged,) = _by_claim(rows, "passes_not_steady").values()
+    assert flagged.value == len(judged) // 3
+    assert "stock b4" in flagged.case
+    assert "NOT STEADY: stock b4: another process." in capsys.readouterr().out
+    assert "b4" in _by_claim(rows, "speedup_vs_stock")
 
 
 def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(

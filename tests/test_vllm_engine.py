@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -119,6 +120,21 @@ def test_phases_of_an_iteration_are_those_of_the_gpu() -> None:
     assert phases["draft_s"].est == pytest.approx(4 * FAST.draft_s(0.1), rel=0.03)
     assert phases["verify_s"].est == pytest.approx(FAST.verify_s(4), rel=0.03)
     assert phases["select_s"].est == pytest.approx(FAST.select_s, rel=0.03)
+
+
+def test_a_closed_pass_has_the_same_requests_from_start_to_end() -> None:
+    engine, _ = inline_engine()
+    engine.configure(SETTING)
+    run = engine.run_closed(_block(), replicate=0, deadline_s=engine.now_s() + 60)
+    steps = _decode(run)
+    assert len(steps) > 4
+    assert {step.request_ids for step in steps} == {tuple(range(8))}
+    assert {step.num_running for step in steps} == {8}
+    assert min(step.num_waiting for step in steps) > 0
+    assert isinstance(measure(run), Measurement)
+    stock, _ = inline_engine(is_stock=True)
+    closed = stock.run_closed(_block(), replicate=0, deadline_s=stock.now_s() + 60)
+    assert {len(step.request_ids) for step in _decode(closed)} == {8}
 
 
 def test_fewer_requests_than_the_engine_takes_are_kept_running() -> None:
@@ -580,3 +596,31 @@ def test_a_child_gets_its_own_variables_and_stock_no_plugin(
     child.is_healthy = False
     child.end(report=print)
     child._log.unlink()
+
+
+def test_no_engine_outlives_a_tuner_that_was_killed(tmp_path: Path) -> None:
+    start = (
+        "import sys, time; sys.path[:0] = sys.argv[2:]; from fake_vllm import *; "
+        "engine = VllmEngine(checkpoint(), capacity(), launch=launch_fake('hang', '10')); "
+        "open(sys.argv[1], 'w').write(str(engine._child.pid)); "
+        "engine.generate([(1, 2, 3)] * 50, max_new_tokens=50, sampling=SamplingConfig())"
+    )
+    told = tmp_path / "pid"
+    root = Path(__file__).parent
+    tuner = subprocess.Popen([sys.executable, "-c", start, str(told), str(root), str(root.parent)])
+    try:
+        limit_s = time.monotonic() + 60
+        while not (told.exists() and told.read_text()):
+            assert time.monotonic() < limit_s
+            time.sleep(0.05)
+        group = int(told.read_text())
+        # In the middle of an order, which its process would notice a closed pipe only after.
+        time.sleep(0.5)
+        assert not _is_gone(group)
+    finally:
+        tuner.kill()
+        tuner.wait()
+    limit_s = time.monotonic() + 30
+    while not _is_gone(group):
+        assert time.monotonic() < limit_s, "the engine lives on without its tuner"
+        time.sleep(0.1)

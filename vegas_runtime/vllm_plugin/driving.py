@@ -145,6 +145,8 @@ class DecodeOrder:
         replicate: which repetition; shifts the seeds.
         max_tokens: stop once this many tokens were emitted while the batch was full.
         deadline_s: on `time.monotonic`'s clock.
+        has_arrivals: requests end and others take their place; without, all start together and
+            the pass ends before the first of them does.
         is_recorded: whether the engine core records its steps itself (the plugin's does).
     """
 
@@ -156,6 +158,7 @@ class DecodeOrder:
     max_tokens: int
     deadline_s: float
     is_recorded: bool
+    has_arrivals: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +420,7 @@ class _Arrivals:
 
 def _limit(number: int, order: DecodeOrder) -> int:
     """Output limit of the n-th request: the first batch ends one after the other."""
-    if number >= order.batch_size:
+    if number >= order.batch_size or not order.has_arrivals:
         return order.max_new_tokens
     return max(1, -(-order.max_new_tokens * (number + 1) // order.batch_size))
 

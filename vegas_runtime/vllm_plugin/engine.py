@@ -164,6 +164,40 @@ class VllmEngine:
         Raises:
             BackendError: the engine died or hangs, or no decode step ended before the deadline.
         """
+        return self._decode(
+            block, replicate, max_tokens=max_tokens, deadline_s=deadline_s, has_arrivals=True
+        )
+
+    def run_closed(self, block: PromptBlock, *, replicate: int, deadline_s: float) -> Run:
+        """Decode while the requests that started together are all still running.
+
+        Admitting a request costs vLLM milliseconds of its loop for each few thousand prompt tokens,
+        cached or not, and all requests of the batch wait for it. That is part of serving; without
+        it, what is left is decoding alone.
+
+        Args:
+            block: what to decode; its output limit, less an iteration, is each request's share.
+            replicate: see `run`.
+            deadline_s: see `run`.
+        """
+        share = block.max_new_tokens - max(self._gammas) - 1
+        return self._decode(
+            block,
+            replicate,
+            max_tokens=max(1, share // 2) * block.batch_size,
+            deadline_s=deadline_s,
+            has_arrivals=False,
+        )
+
+    def _decode(
+        self,
+        block: PromptBlock,
+        replicate: int,
+        *,
+        max_tokens: int,
+        deadline_s: float,
+        has_arrivals: bool,
+    ) -> Run:
         self.prepare(block)
         if not self._is_stock and self._limit != block.batch_size:
             self._apply(self._config, block.batch_size)
@@ -181,6 +215,7 @@ class VllmEngine:
             max_tokens=max_tokens,
             deadline_s=deadline_s,
             is_recorded=not self._is_stock,
+            has_arrivals=has_arrivals,
         )
         left_s = max(0.0, deadline_s - self.now_s())
         decoded: Decoded = self._ask("run", timeout_s=left_s + _GRACE_S, order=order)

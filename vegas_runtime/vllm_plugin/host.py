@@ -9,11 +9,15 @@ every order gets exactly one reply: `("done", value)` or `("failed", kind, messa
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 from vegas_runtime.config import SamplingConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
@@ -27,6 +31,8 @@ from vegas_runtime.vllm_plugin.driving import (
 )
 
 OpenCore = Callable[..., Core]
+
+_WATCH_S: Final = 1.0
 
 
 def serve(pipe: Connection, open_core: OpenCore) -> None:
@@ -232,10 +238,28 @@ def _top_logprobs(logprobs: Any) -> list[list[tuple[int, float]]]:
     ]
 
 
+def end_with(parent: int) -> None:
+    """End this process's whole group once its parent is gone, however it went.
+
+    An order under way would notice a closed pipe only at its end, and vLLM's own processes not at
+    all: they would keep the GPU's memory.
+
+    Args:
+        parent: process id, as `os.getppid` tells it while the parent lives.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="vegas-parent-watch", daemon=True).start()
+
+
 def main() -> None:
     """Serve the pipe whose file descriptor is the first argument."""
-    pipe = Connection(int(sys.argv[1]))
-    serve(pipe, VllmCore)
+    end_with(os.getppid())
+    serve(Connection(int(sys.argv[1])), VllmCore)
 
 
 if __name__ == "__main__":
