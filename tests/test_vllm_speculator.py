@@ -161,6 +161,7 @@ def test_every_iteration_starts_at_the_first_step() -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_a_gpu_that_is_not_there(capability: int, tmp_path: Path) -> None:
     # The interpreter takes much that the compiler refuses.
+    pytest.importorskip("vllm", reason="the sampling kernels call vLLM's own noise")
     tests = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, str(tests / "compile_drafts.py"), str(capability)],
