@@ -35,7 +35,7 @@ PENALISED: dict[str, Any] = {
     "frequency_penalty": 0.1,
 }
 GAMMA = 3
-NEW = 8
+NEW = 10
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -45,7 +45,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 # More requests than run at once, and prompts longer than a step's tokens.
-MIXED = [prompt(length, seed) for seed, length in enumerate((5, 40, 70, 18, 80))]
+MIXED = [prompt(length, seed) for seed, length in enumerate((5, 40, 70, 33, 18, 80))]
 # The first reaches the context's end after 6 tokens.
 LONG = [prompt(250, 11), prompt(20, 12), prompt(60, 13)]
 
@@ -126,7 +126,7 @@ def run_crowded(folder: Path) -> dict[str, Any]:
     )
     with counted(engine) as counts:
         tokens = bed.generate(engine, MIXED, max_tokens=NEW, **GREEDY)
-    again = bed.generate(engine, MIXED[4:], max_tokens=NEW, **GREEDY)
+    again = bed.generate(engine, MIXED[5:], max_tokens=NEW, **GREEDY)
     return {
         "crowded": tokens,
         "crowded_counts": counts,
