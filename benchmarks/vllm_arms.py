@@ -32,7 +32,7 @@ from vegas_tune.measure import (
 # One token more than whole KV blocks: after a prefix hit one token is left to compute, so that
 # both arms stay on their full CUDA graphs as requests arrive.
 CONTEXT = 7393
-NEW_TOKENS = 512
+NEW_TOKENS = 768
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
 # Tokens of a pass, for each running request.

@@ -43,6 +43,8 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for module in (bench_vllm, vllm_lossless):
         monkeypatch.setattr(module, "source_prompts", prompts)
     monkeypatch.setattr(bench_vllm, "CONTEXT", 40)
+    for module in (bench_vllm, vllm_arms):
+        monkeypatch.setattr(module, "TOKENS_PER_REQUEST", 96)
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     source = replace(checkpoint(), facts={**checkpoint().facts, **shape})
     monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: source)

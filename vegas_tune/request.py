@@ -91,7 +91,8 @@ VLLM: Final = Defaults(
     batch=32,
     waiting=4,
     blocks=3,
-    max_new_tokens=512,
+    # Long, because each admission holds up the whole batch for some 5 ms of vLLM's loop.
+    max_new_tokens=768,
     tokens=0,
     rounds=2,
     min_tokens=256,

@@ -129,9 +129,11 @@ def _settled(steps: tuple[StepRecord, ...]) -> tuple[StepRecord, ...] | Unsteady
     start = int(np.argmin(errors))
     if start <= num_groups // 2:
         return steps[start * SETTLE_GROUP :]
-    change = float(times[start:].mean() / times[: num_groups // 2].mean())
-    if abs(change - 1) < TREND_FLOOR:
-        # A quiet end in a series that is level all the same: nothing needs to go.
+    head, tail = times[: num_groups // 2], times[start:]
+    change = float(tail.mean() / head.mean())
+    if abs(change - 1) < TREND_FLOOR or _may_be_equal(head, tail):
+        # A quiet end in a series that is level all the same: nothing needs to go. Where requests
+        # arrive, every few steps take twice as long, and which groups hold them is chance.
         return steps
     return Unsteady(
         kind="unsteady",
@@ -139,6 +141,14 @@ def _settled(steps: tuple[StepRecord, ...]) -> tuple[StepRecord, ...] | Unsteady
         f"{change:.2f} times as long as in its first half. If that is warm-up, measure more "
         "tokens; contexts that grow much and a machine that heats up look the same.",
     )
+
+
+def _may_be_equal(one: FloatArray, other: FloatArray) -> bool:
+    """Whether chance may have made the difference of two groups' means, at `TREND_LEVEL`."""
+    spread = math.sqrt(float(one.var(ddof=1)) / len(one) + float(other.var(ddof=1)) / len(other))
+    if spread == 0:
+        return False
+    return 2 * float(ndtr(-abs(float(one.mean() - other.mean())) / spread)) > TREND_LEVEL
 
 
 def _level_shift(steps: Sequence[StepRecord]) -> str | None:
