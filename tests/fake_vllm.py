@@ -364,7 +364,9 @@ class InlineChild:
     def age_s(self) -> float:
         return self._clock() - self._started_s
 
-    def ask(self, order: str, /, *, timeout_s: float, **arguments: Any) -> Any:
+    def ask(
+        self, order: str, /, *, timeout_s: float, quiet_s: float | None = None, **arguments: Any
+    ) -> Any:
         if order == "open":
             self._clock.now_s += self._start_s
             self.core = open_core(**arguments, clock=self._clock, **self._core_options)
@@ -449,6 +451,10 @@ def main() -> None:
     from vegas_runtime.vllm_plugin import host
 
     how, after = (sys.argv[1], int(sys.argv[2])) if len(sys.argv) == 4 else ("", 0)
+    if how == "capture":
+        sys.stderr.write("Capturing CUDA graphs:  63%|######3   | 66/105\r")
+        sys.stderr.flush()
+        time.sleep(3600)
     if how == "start":
         sys.stderr.write("ValueError: No available memory for the cache blocks.\n")
         sys.exit(3)

@@ -521,6 +521,12 @@ def test_a_hang_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert _is_gone(group)
 
 
+def test_a_start_that_hangs_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_START_QUIET_S", 3.0)
+    with pytest.raises(BackendError, match=r"printed nothing for 3 s of `open`.*66/105"):
+        VllmEngine(checkpoint(), capacity(), launch=launch_fake("capture", "0"))
+
+
 def test_memory_that_stays_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([1 << 30, *[9 << 30] * 10_000])
     monkeypatch.setattr(child_module, "gpu_memory_used_bytes", lambda: next(used))

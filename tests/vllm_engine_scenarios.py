@@ -49,7 +49,9 @@ class SameProcess:
     is_healthy = True
     age_s = 0.0
 
-    def ask(self, order: str, /, *, timeout_s: float, **arguments: Any) -> Any:
+    def ask(
+        self, order: str, /, *, timeout_s: float, quiet_s: float | None = None, **arguments: Any
+    ) -> Any:
         if order == "open":
             return self._open(**arguments)
         if order == "call":

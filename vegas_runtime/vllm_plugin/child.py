@@ -82,8 +82,17 @@ class Child:
         """The leader's process id, which is the group's."""
         return self._process.pid
 
-    def ask(self, order: str, /, *, timeout_s: float, **arguments: Any) -> Any:
+    def ask(
+        self, order: str, /, *, timeout_s: float, quiet_s: float | None = None, **arguments: Any
+    ) -> Any:
         """Give an order and wait for its reply.
+
+        Args:
+            order: its name.
+            timeout_s: after this the process counts as hung.
+            quiet_s: so it does after printing nothing for this long; None for orders that say
+                nothing while they are carried out.
+            arguments: the order's.
 
         Raises:
             ConfigError: the order cannot be carried out; the engine is as it was.
@@ -91,7 +100,7 @@ class Child:
         """
         try:
             self._pipe.send((order, arguments))
-            self._await(order, timeout_s)
+            self._await(order, timeout_s, quiet_s)
             kind, *rest = self._pipe.recv()
         except (EOFError, OSError) as error:
             self.is_healthy = False
@@ -139,18 +148,40 @@ class Child:
         if self.is_healthy:
             self._log.unlink(missing_ok=True)
 
-    def _await(self, order: str, timeout_s: float) -> None:
-        limit_s = time.monotonic() + timeout_s
+    def _await(self, order: str, timeout_s: float, quiet_s: float | None) -> None:
+        started_s = spoken_s = time.monotonic()
+        size = self._log_size()
         while not self._pipe.poll(_POLL_S):
             if self._process.poll() is not None:
                 raise EOFError
-            if time.monotonic() > limit_s:
+            now_s, before = time.monotonic(), size
+            size = self._log_size()
+            if size != before:
+                spoken_s = now_s
+            is_quiet = quiet_s is not None and now_s - spoken_s > quiet_s
+            if is_quiet or now_s - started_s > timeout_s:
                 self.is_healthy = False
+                how = (
+                    f"has printed nothing for {quiet_s:.0f} s of" if is_quiet else "did not answer"
+                )
+                age_s = now_s - started_s
                 raise BackendError(
-                    f"vLLM did not answer `{order}` within {timeout_s:.0f} s; it hangs, and is "
-                    "ended.",
+                    f"vLLM {how} `{order}`, {age_s:.0f} s after it was asked; it hangs, and is "
+                    f"ended. The last it said: {self._last_line()!r}.",
                     hint=self._log_hint(),
                 )
+
+    def _log_size(self) -> int:
+        return self._log.stat().st_size if self._log.exists() else 0
+
+    def _last_line(self) -> str:
+        try:
+            data = self._log.read_bytes()[-_LOG_TAIL_BYTES:]
+        except OSError:
+            return ""
+        # A progress bar is one line of many carriage returns.
+        lines = data.decode(errors="replace").replace("\r", "\n").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _is_gone(self, patience_s: float) -> bool:
         """Whether no process of the group is left, waiting a while for it."""

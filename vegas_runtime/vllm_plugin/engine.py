@@ -22,6 +22,8 @@ Report = Callable[[str], None]
 MAX_STARTS: Final = 3
 # Loading a large checkpoint and capturing its graphs; a hang is told from slowness by nothing else.
 _START_TIMEOUT_S: Final = 1800.0
+# Compiling is the longest that a start is silent: a minute for large models.
+_START_QUIET_S: Final = 300.0
 # What may pass after a deadline before the engine counts as hung: one step, and its records.
 _GRACE_S: Final = 60.0
 _PREFILL_TIMEOUT_S: Final = 900.0
@@ -323,6 +325,7 @@ class VllmEngine:
             lambda: self._alive().ask(
                 "open",
                 timeout_s=_START_TIMEOUT_S,
+                quiet_s=_START_QUIET_S,
                 options=self._options,
                 has_plugin=not self._is_stock,
             )
