@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -245,6 +246,33 @@ def test_a_damaged_journal_is_rebuilt_from_the_records(
     assert _complete(folder) == before
     if damaged:
         assert journal.with_suffix(".journal.damaged").read_bytes() == damaged
+
+
+def _cut_at(folder: Path, scratch: Path, missing: int) -> None:
+    """Open a finished run whose journal lost its last bytes."""
+    copy = _copied(folder, scratch / f"cut{missing}")
+    journal = copy / "study.journal"
+    os.truncate(journal, journal.stat().st_size - missing)
+    with RunFolder.open(copy, PLAN) as store:
+        assert store.num_stored == _complete(folder).total()
+    assert _complete(copy) == _complete(folder), missing
+    shutil.rmtree(copy)
+
+
+def test_a_journal_cut_anywhere_near_its_end_is_rebuilt(
+    undisturbed: tuple[Path, SweepResult], tmp_path: Path
+) -> None:
+    # Every byte: the slow test below.
+    for missing in range(1, 1025, 61):
+        _cut_at(undisturbed[0], tmp_path, missing)
+
+
+@pytest.mark.slow
+def test_a_journal_cut_at_every_byte_of_its_last_kilobyte_is_rebuilt(
+    undisturbed: tuple[Path, SweepResult], tmp_path: Path
+) -> None:
+    for missing in range(1, 1025):
+        _cut_at(undisturbed[0], tmp_path, missing)
 
 
 def test_a_lost_journal_is_rebuilt_and_a_dead_lock_is_lifted(

@@ -26,6 +26,9 @@ machine, 5 profile invalid or too new, 6 inconclusive or budget spent, 7 no vali
 130 interrupted.
 """
 
+# Options of `sweep` that say nothing about what is measured.
+_NOT_ASKED: Final = ("as_json", "debug", "dry_run", "workers", "storage")
+
 app = typer.Typer(
     name="vegas-tune",
     help=_HELP,
@@ -86,6 +89,13 @@ def sweep(
         Path | None, typer.Option(help="Folder of the run; named for its plan by default.")
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Start over instead of resuming.")] = False,
+    workers: Annotated[int, typer.Option(help="GPUs that measure; each measures every point.")] = 1,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="postgresql+psycopg://USER@HOST/DB, for `vegas-tune worker` on any host."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and its cost; measure nothing.")
     ] = False,
@@ -93,7 +103,7 @@ def sweep(
     debug: Debug = False,
 ) -> None:
     """Run the three-step sweep and write a profile; the same command resumes a stopped run."""
-    given = {k: v for k, v in locals().items() if k not in ("as_json", "debug", "dry_run")}
+    given = {k: v for k, v in locals().items() if k not in _NOT_ASKED}
     console = Console(as_json=as_json, debug=debug)
     with guard(console):
         from vegas_tune import tune
@@ -103,9 +113,36 @@ def sweep(
         if dry_run:
             console.result(tune.describe(request), tune.describe_text)
             return
-        outcome = tune.run(request, console.progress(tune.resume_command(sys.argv)))
+        progress = console.progress(tune.resume_command(sys.argv))
+        if workers == 1 and storage is None:
+            outcome = tune.run(request, progress)
+        else:
+            from vegas_tune import fleet_tune
+
+            outcome = fleet_tune.run(request, progress, storage=storage, num_workers=workers)
         console.result(outcome.to_dict(), outcome.to_text)
         raise typer.Exit(outcome.exit_code)
+
+
+@app.command(rich_help_panel="Tune")
+def worker(
+    storage: Annotated[str, typer.Option(help="As the sweep was given, or journal:FILE.")],
+    run: Annotated[str | None, typer.Option(help="The run, where several are open.")] = None,
+    model: Annotated[str | None, typer.Option(help="Where the model is here.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The workload's file here.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure for a sweep that runs elsewhere: one worker per GPU, until the sweep is over."""
+    console = Console(as_json=as_json, debug=debug)
+    with guard(console):
+        from vegas_tune.worker import run_worker
+
+        done = run_worker(
+            storage, run=run, model=model, data=data, device=device, report=console.report
+        )
+        console.result({"measurements": done}, lambda _: f"{done} measurements handed back")
 
 
 @app.command(rich_help_panel="Serve")

@@ -19,27 +19,19 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from vegas_runtime.config import MAX_SPECULATIVE_TOKENS
 from vegas_runtime.errors import StorageError, UsageError
 from vegas_runtime.records import read_json_lines, replace_file, write_json_lines
+from vegas_tune.board import DISTRIBUTIONS, METRICS, facts_of, given_up, params_of, value_of
 from vegas_tune.evidence import outcome_from_row, outcome_to_row, pack_records
-from vegas_tune.laboratory import MAX_RETRIES, Failed, Measured, Outcome
-from vegas_tune.plan import SPARSITY, STEPS, STOCK, Plan, Point
-
-# Wide enough for any plan, so that every step's plots share their axes.
-_DISTRIBUTIONS: Final[dict[str, BaseDistribution]] = {
-    "num_speculative_tokens": IntDistribution(0, MAX_SPECULATIVE_TOKENS),
-    "sparsity_ratio": FloatDistribution(1e-4, 1.0, log=True),
-}
-_METRICS: Final = {SPARSITY: "accepted_per_iteration"}
+from vegas_tune.laboratory import Measured, Outcome
+from vegas_tune.plan import STEPS, STOCK, Plan, Point
 
 _Key = tuple[str, int]
 
@@ -120,8 +112,8 @@ class RunFolder:
         """
         study = self._studies[point.step]
         with self._writing():
-            study.enqueue_trial(_params(point), user_attrs=self._attributes(point, attempt))
-            trial = study.ask(fixed_distributions=_DISTRIBUTIONS)
+            study.enqueue_trial(params_of(point), user_attrs=self._attributes(point, attempt))
+            trial = study.ask(fixed_distributions=DISTRIBUTIONS)
         assert trial.user_attrs["key"] == point.key, "a trial of another point was waiting"
         self._running[point.key, attempt] = trial.number
 
@@ -204,7 +196,7 @@ class RunFolder:
                 if not study.metric_names:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                        study.set_metric_names([_METRICS.get(step, "decode_tok_s")])
+                        study.set_metric_names([METRICS.get(step, "decode_tok_s")])
                 self._studies[step] = study
 
     def _reconcile(self) -> None:
@@ -212,7 +204,7 @@ class RunFolder:
         with self._writing():
             for step, study in self._studies.items():
                 while any(trial.state is TrialState.WAITING for trial in _trials(study)):
-                    study.ask(fixed_distributions=_DISTRIBUTIONS)
+                    study.ask(fixed_distributions=DISTRIBUTIONS)
                 trials = _trials(study)
                 for trial in trials:
                     if trial.state is not TrialState.RUNNING:
@@ -236,13 +228,10 @@ class RunFolder:
                 if _is_void(trial) and trial.user_attrs["failure"] == "killed":
                     killed.setdefault(_key_of(trial), []).append(trial)
             for key, trials in killed.items():
-                if len(trials) <= MAX_RETRIES or key in self._outcomes:
-                    continue
                 point = Point.from_dict(trials[-1].user_attrs["point"])
-                reason = f"the process ended {len(trials)} times while measuring this."
-                outcome = Failed(
-                    point=point, attempt=key[1], cost_s=0.0, kind="killed", reason=reason
-                )
+                outcome = given_up(point, key[1], len(trials))
+                if outcome is None or key in self._outcomes:
+                    continue
                 write_json_lines(self._record_path(*key), [outcome_to_row(outcome)])
                 self._outcomes[key] = outcome
 
@@ -256,9 +245,9 @@ class RunFolder:
             raise _unusable(self._path / "study.journal", error) from error
 
     def _tell(self, step: str, number: int, outcome: Outcome) -> None:
-        self._set_attributes(step, number, _facts(outcome))
+        self._set_attributes(step, number, facts_of(outcome))
         if isinstance(outcome, Measured):
-            self._studies[step].tell(number, _value(outcome))
+            self._studies[step].tell(number, value_of(outcome))
         else:
             self._studies[step].tell(number, state=TrialState.FAIL)
 
@@ -289,10 +278,10 @@ class RunFolder:
         is_measured = isinstance(outcome, Measured)
         return create_trial(
             state=TrialState.COMPLETE if is_measured else TrialState.FAIL,
-            value=_value(outcome) if isinstance(outcome, Measured) else None,
-            params=_params(outcome.point),
-            distributions=_DISTRIBUTIONS,
-            user_attrs=self._attributes(outcome.point, outcome.attempt) | _facts(outcome),
+            value=value_of(outcome) if isinstance(outcome, Measured) else None,
+            params=params_of(outcome.point),
+            distributions=DISTRIBUTIONS,
+            user_attrs=self._attributes(outcome.point, outcome.attempt) | facts_of(outcome),
         )
 
 
@@ -374,29 +363,6 @@ def _unusable(path: Path, error: OSError) -> StorageError:
 def _first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, Any, Any]:
     name = next(key for key in new if key != "budget_s" and old.get(key) != new[key])
     return name, old.get(name), new[name]
-
-
-def _params(point: Point) -> dict[str, Any]:
-    config = point.config
-    return {
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "sparsity_ratio": config.sparsity_ratio,
-    }
-
-
-def _facts(outcome: Outcome) -> dict[str, Any]:
-    facts: dict[str, Any] = {"cost_s": outcome.cost_s}
-    if isinstance(outcome, Failed):
-        facts |= {"failure": outcome.kind, "reason": outcome.reason}
-    return facts
-
-
-def _value(measured: Measured) -> float:
-    """What the step maximises; accepted tokens do not exist in plain decoding."""
-    figures = measured.figures
-    if measured.point.step != SPARSITY:
-        return figures.decode_tok_s.est
-    return figures.accepted.est if figures.accepted is not None else 0.0
 
 
 def _trials(study: optuna.Study) -> list[FrozenTrial]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vegas_runtime.backend import PromptBlock, open_backend, resolve_backend
 from vegas_runtime.errors import EXIT_CODES, UsageError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vegas_runtime.backend import EngineInfo
     from vegas_runtime.profile import Profile
     from vegas_runtime.vllm_plugin.engine import VllmEngine
-    from vegas_tune.laboratory import Laboratory
     from vegas_tune.progress import SweepProgress
     from vegas_tune.stock import EngineUse, StockArm
     from vegas_tune.study import RunFolder
@@ -33,6 +32,13 @@ RUNS_FOLDER: Final = Path("vegas-runs")
 PROFILE_FILE: Final = "profile.yaml"
 # Facts of a model that make another plan of the same command line.
 _MODEL_IDENTITY: Final = ("id", "revision", "config_sha256", "weights_sha256", "dtype", "quant")
+
+
+class Stoppable(Protocol):
+    """What can be asked to stop once the measurement in progress is kept."""
+
+    def stop_soon(self) -> None:
+        """Raise KeyboardInterrupt then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +326,7 @@ def _numbered(base: Path, number: int) -> Path:
 
 
 @contextmanager
-def first_interrupt_finishes(lab: Laboratory, progress: SweepProgress) -> Iterator[None]:
+def first_interrupt_finishes(lab: Stoppable, progress: SweepProgress) -> Iterator[None]:
     """Ctrl-C once finishes the measurement in progress; twice stops at once."""
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,205 @@
+"""`sweep --workers N` and `sweep --storage URL` from end to end: the same sweep, other hands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vegas_runtime.errors import BackendError, UsageError
+from vegas_tune.board import Board
+from vegas_tune.evidence import RECORDS_NAME
+from vegas_tune.fleet import (
+    FleetLab,
+    LocalWorkers,
+    engine_info,
+    pin_gpu,
+    remote_blocks,
+    worker_command,
+)
+from vegas_tune.plan import Plan
+from vegas_tune.request import SweepRequest
+from vegas_tune.storage import open_storage, shown
+from vegas_tune.study import RunFolder
+from vegas_tune.sweep import run_sweep
+from vegas_tune.tune import (
+    PROFILE_FILE,
+    SweepOutcome,
+    first_interrupt_finishes,
+    plan_sweep,
+    run_folder,
+    usable_ratios,
+)
+from vegas_tune.workload import Workload
+
+if TYPE_CHECKING:
+    from vegas_tune.progress import SweepProgress
+
+BOARD_FILE: Final = "board.journal"
+_FACTS_WAIT_S: Final = 3600.0
+_POLL_S: Final = 0.2
+
+
+def run(
+    request: SweepRequest, progress: SweepProgress, *, storage: str | None, num_workers: int
+) -> SweepOutcome:
+    """Carry out a sweep with several workers, resuming what an earlier call left.
+
+    Args:
+        request: what to tune.
+        progress: told what goes on.
+        storage: shared with workers that somebody starts with `vegas-tune worker`; None starts
+            them here, one per GPU, over a journal file in the run's folder.
+        num_workers: devices that measure; each measures every point.
+
+    Raises:
+        VegasError: as the exit codes say.
+        KeyboardInterrupt: interrupted; everything measured is kept.
+    """
+    if num_workers < 1:
+        raise UsageError(f"--workers is {num_workers}; at least 1 is needed.")
+    with progress:
+        try:
+            return _run(request, progress, storage, num_workers)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"Everything measured is kept; go on with: {progress.resume_command}"
+            ) from None
+
+
+def _run(
+    request: SweepRequest, progress: SweepProgress, storage: str | None, num_workers: int
+) -> SweepOutcome:
+    # The folder is named before the plan is known: the plan needs a worker's facts.
+    folder = run_folder(request, _identity(request, num_workers))
+    folder.mkdir(parents=True, exist_ok=True)
+    url = storage or f"journal:{folder / BOARD_FILE}"
+    board = Board.create(open_storage(url, num_workers=num_workers), folder.name)
+    progress.note(f"run folder: {folder}; storage: {shown(url)}")
+    board.set_fact("request", _request_facts(request))
+    board.set_fact("is_over", False)
+    board.reap()
+    board.offer_places(num_workers)
+    with ExitStack() as stack:
+        tend = _hands(stack, request, progress, board, folder, url, storage, num_workers)
+        facts = _wait_for_facts(board, tend)
+        plan = _plan(request, facts, num_workers)
+        with RunFolder.open(folder, plan) as store:
+            board.set_fact("plan", plan.to_dict())
+            lab = FleetLab(plan, board, store, lambda: tend(lab.num_fresh))
+            with first_interrupt_finishes(lab, progress):
+                result = run_sweep(plan, lab, progress)
+            board.set_fact("is_over", True)
+            outcome = _publish(request, result, facts, folder, store)
+    return outcome
+
+
+def _identity(request: SweepRequest, num_workers: int) -> str:
+    """Hash over what is asked for, but for the time allowed and where it is kept."""
+    values = asdict(request) | {"num_workers": num_workers}
+    for name in ("budget_s", "run_dir", "new"):
+        del values[name]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _hands(
+    stack: ExitStack,
+    request: SweepRequest,
+    progress: SweepProgress,
+    board: Board,
+    folder: Path,
+    url: str,
+    storage: str | None,
+    num_workers: int,
+) -> Callable[[int], None]:
+    """Start workers here, or say how to start them elsewhere; what to do while waiting."""
+    if storage is None:
+        workers = stack.enter_context(
+            LocalWorkers(
+                worker_command(url, folder.name, device=request.device),
+                num_workers,
+                pin=pin_gpu,
+                log=folder,
+            )
+        )
+        return workers.tend
+    progress.note(
+        f"start {num_workers} workers, one per GPU: vegas-tune worker --storage {shown(url)} "
+        f"--run {folder.name}"
+    )
+
+    def tend(num_done: int) -> None:
+        missing = num_workers - board.num_taken_places()
+        if missing > 0:
+            progress.waiting(f"waiting for {missing} of {num_workers} workers")
+
+    return tend
+
+
+def _wait_for_facts(board: Board, tend: Callable[[int], None]) -> Mapping[str, Any]:
+    """What the first worker tells of its engine and prompts."""
+    started_s = tended_s = time.monotonic()
+    while (facts := board.fact("facts")) is None:
+        now_s = time.monotonic()
+        if now_s - started_s > _FACTS_WAIT_S:
+            raise BackendError(f"no worker was ready within {_FACTS_WAIT_S / 60:.0f} minutes.")
+        if now_s - tended_s > 1.0:
+            tended_s = now_s
+            board.reap()
+            tend(0)
+        time.sleep(_POLL_S)
+    found: Mapping[str, Any] = facts
+    return found
+
+
+def _plan(request: SweepRequest, facts: Mapping[str, Any], places: int) -> Plan:
+    blocks = remote_blocks(facts["blocks"])
+    workload = Workload(
+        spec=request.spec, blocks=blocks, replays=facts["replays"], mix=facts["mix"], source={}
+    )
+    plan = plan_sweep(request, facts["info"]["model"], blocks, usable_ratios(request, workload))
+    return Plan.from_dict({**plan.to_dict(), "places": places})
+
+
+def _publish(
+    request: SweepRequest,
+    result: Any,
+    facts: Mapping[str, Any],
+    folder: Path,
+    store: RunFolder,
+) -> SweepOutcome:
+    from vegas_runtime.profile import write_profile
+    from vegas_tune.publish import build_profile, creation_time
+
+    info = engine_info(facts["info"])
+    artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
+    path = folder / PROFILE_FILE
+    profile = build_profile(
+        result,
+        info,
+        remote_blocks(facts["blocks"]),
+        facts["workload"],
+        artifacts=artifacts,
+        created=creation_time(path, artifacts),
+    )
+    write_profile(profile, path)
+    reason = f"{info.backend} on {result.plan.places} workers"
+    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason)
+
+
+def _request_facts(request: SweepRequest) -> dict[str, Any]:
+    """What a worker needs to open the engine and make the prompts."""
+    spec = asdict(request.spec)
+    spec["path"] = str(request.spec.path.resolve()) if request.spec.path else None
+    return {
+        "model": request.model,
+        "backend": request.backend,
+        "dtype": request.dtype,
+        "max_gamma": max(request.gammas or (request.max_gamma,)),
+        "spec": spec,
+    }
