@@ -90,6 +90,11 @@ class Grid:
             selected = self.plain
         return 1 - self.rates[selected] / self.rates[self.best]
 
+    def engine(self, seed: int = 0, *, noise_cv: float | None = None) -> ReplayEngine:
+        """The recording as an engine; `noise_cv` as for `sweep`."""
+        rows = list(self.rows) if noise_cv is None else self._repeated(seed, noise_cv)
+        return ReplayEngine([self.header, *rows])
+
     def sweep(self, seed: int = 0, *, noise_cv: float | None = None) -> SweepResult:
         """Run the three-step sweep over the recording.
 
@@ -100,8 +105,7 @@ class Grid:
                 and each repetition as a whole is slower or faster by noise of that coefficient
                 of variation: what settings measured side by side differ by.
         """
-        rows = list(self.rows) if noise_cv is None else self._repeated(seed, noise_cv)
-        engine = ReplayEngine([self.header, *rows])
+        engine = self.engine(seed, noise_cv=noise_cv)
         drafting = [config for config in self.settings if config.num_speculative_tokens]
         plan = make_plan(
             self.plain,

@@ -24,6 +24,7 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | `bench_kernel_path` | drafts accepted on the kernels' operations beside the reference path |
 | `bench_methods` | every selection method at an equal budget: accepted drafts (Figures 4 and 10a) |
 | `bench_vllm` | the vLLM plugin against stock vLLM on one GPU: throughput, equality, step times |
+| `bench_ablation` | the sweep beside full grid, random search and TPE at equal engine time |
 | `bench_statistics` | bias, coverage and alarms of estimators and gate where the truth is known |
 | `bench_kernels` | CUDA kernels beside FlashAttention-3 (see KERNEL_LOG.md) |
 

@@ -31,6 +31,8 @@ def outcome_to_row(outcome: Outcome) -> dict[str, Any]:
     }
     if outcome.where:
         row["where"] = outcome.where
+    if outcome.telemetry is not None:
+        row["telemetry"] = dict(outcome.telemetry)
     if isinstance(outcome, Measured):
         return row | {"run": outcome.run.to_dict()}
     return row | {"failure": {"kind": outcome.kind, "reason": outcome.reason}}
@@ -53,6 +55,7 @@ def outcome_from_row(row: Mapping[str, Any]) -> Outcome:
             "attempt": int(row["attempt"]),
             "cost_s": float(row["cost_s"]),
             "where": str(row.get("where", "")),
+            "telemetry": row.get("telemetry"),
         }
         if "failure" in row:
             failure = row["failure"]

@@ -9,7 +9,7 @@ run it replays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Protocol
@@ -20,10 +20,11 @@ from vegas_runtime.records import Run
 from vegas_tune.measure import Measurement, measure
 from vegas_tune.plan import Plan, Point
 from vegas_tune.steady import Unsteady, steady_steps
+from vegas_tune.telemetry import Watch, watch_for
 
 MAX_RETRIES: Final = 2
 # Failures of the machine rather than of the setting; anything else would only fail again.
-RETRIED_KINDS: Final = frozenset({"engine", "unsteady", "nan"})
+RETRIED_KINDS: Final = frozenset({"engine", "unsteady", "nan", "thermal"})
 
 _OOM_TEXTS: Final = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
@@ -38,6 +39,7 @@ class Measured:
         cost_s: engine time since the previous measurement ended, preparation included.
         run: the records.
         where: device it was measured on; empty in a run of one engine.
+        telemetry: what the GPU did meanwhile, `telemetry.Telemetry.to_dict()`; None unwatched.
     """
 
     point: Point
@@ -45,6 +47,7 @@ class Measured:
     cost_s: float
     run: Run
     where: str = ""
+    telemetry: Mapping[str, Any] | None = None
 
     @cached_property
     def figures(self) -> Measurement:
@@ -62,9 +65,11 @@ class Failed:
         point: what was asked for.
         attempt: 0, or how often it was tried before.
         cost_s: engine time since the previous measurement ended.
-        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch`, `hang` or `killed`.
+        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch`, `thermal`, `hang` or
+            `killed`.
         reason: one sentence for the user.
         where: device it was tried on; empty in a run of one engine.
+        telemetry: what the GPU did meanwhile; None unwatched.
     """
 
     point: Point
@@ -73,6 +78,7 @@ class Failed:
     kind: str
     reason: str
     where: str = ""
+    telemetry: Mapping[str, Any] | None = None
 
 
 Outcome = Measured | Failed
@@ -276,6 +282,7 @@ class Performer:
         where: device it runs on; settings of a round are compared on one device only.
         load_s: time already spent, e.g. loading the model; charged to the first measurement.
         run: makes the pass, from a point and a deadline; `run_point` by default.
+        watch: of the device; of the engine's GPU by default.
     """
 
     def __init__(
@@ -286,8 +293,10 @@ class Performer:
         where: str = "",
         load_s: float = 0.0,
         run: Callable[[Point, float], Run] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._engine = engine
+        self._watch = watch or watch_for(engine.info)
         self._run = run or (lambda point, deadline: run_point(engine, blocks, point, deadline))
         self._where = where
         self._mark_s = engine.now_s() - load_s
@@ -302,18 +311,22 @@ class Performer:
         """
         deadline_s = self._mark_s + limit_s
         failure: tuple[str, str] | None = None
-        try:
-            run = rounded(self._run(point, deadline_s))
-        except (MemoryError, RuntimeError, OSError, ArithmeticError, BackendError) as error:
-            failure = classify(error)
-        else:
-            failure = _objection(point, run)
+        with self._watch.window() as window:
+            try:
+                run = rounded(self._run(point, deadline_s))
+            except (MemoryError, RuntimeError, OSError, ArithmeticError, BackendError) as error:
+                failure = classify(error)
+        seen = window.summary()
+        if failure is None and seen is not None and seen.objection is not None:
+            failure = "thermal", seen.objection
+        failure = failure or _objection(point, run)
         now_s = self._engine.now_s()
         # Rounded here, so that a stored cost and a live one lead to the same decision.
         cost_s = round(now_s - self._mark_s, 6)
         self._mark_s = now_s
         common: dict[str, Any] = {
             "point": point, "attempt": attempt, "cost_s": cost_s, "where": self._where,
+            "telemetry": None if seen is None else seen.to_dict(),
         }  # fmt: skip
         if failure is None:
             return Measured(**common, run=run)

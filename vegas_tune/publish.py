@@ -128,9 +128,11 @@ def _protocol(
         values["pairs"] = result.num_rounds
     if math.isfinite(result.noise_floor_cv):
         values["noise_floor_cv"] = result.noise_floor_cv
-    other: dict[str, Any] = {}
+    other = _watched(result.outcomes)
+    if plan.places > 1:
+        other["places"] = plan.places
     if use is not None:
-        other = {
+        other |= {
             "engine_starts": use.plugin_starts,
             "stock_engine_starts": use.stock_starts,
             "gpu_minutes": round(use.gpu_minutes, 2),
@@ -142,6 +144,27 @@ def _protocol(
         if stock.drift is not None:
             other["stock_after_over_before"] = stock.drift.to_dict()
     return values | ({"other": other} if other else {})
+
+
+def _watched(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What the GPU did over all windows that were watched; nothing where none was."""
+    seen = [outcome.telemetry for outcome in outcomes if outcome.telemetry is not None]
+    if not seen:
+        return {}
+    foreign = [one["num_foreign"] for one in seen if one["num_foreign"] is not None]
+    return {
+        "gpu": {
+            **{
+                name: [min(one[name][0] for one in seen), max(one[name][2] for one in seen)]
+                for name in ("sm_clock_mhz", "power_w", "temperature_c")
+            },
+            "clock_reasons": sorted({reason for one in seen for reason in one["reasons"]}),
+            "throttled_windows": sum(
+                isinstance(outcome, Failed) and outcome.kind == "thermal" for outcome in outcomes
+            ),
+            "foreign_processes": max(foreign) if foreign else None,
+        }
+    }
 
 
 def _hit_share(result: SweepResult) -> float:
