@@ -57,9 +57,11 @@ def sweep(
     ] = "stdlib",
     data: Annotated[Path | None, typer.Option(help="File or folder of a named data set.")] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each prompt (stdlib workload).")
+        str | None, typer.Option(help="Tokens of each prompt (stdlib workload), e.g. 4k or 4k,16k.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Requests kept running.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Requests kept running, e.g. 8 or 1,8,32.")
+    ] = None,
     blocks: Annotated[int | None, typer.Option(help="Blocks of prompts measured apart.")] = None,
     waiting: Annotated[int | None, typer.Option(help="Spare prompts of each block.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Output limit of a request.")] = None,
@@ -114,7 +116,12 @@ def sweep(
             console.result(tune.describe(request), tune.describe_text)
             return
         progress = console.progress(tune.resume_command(sys.argv))
-        if workers == 1 and storage is None:
+        shares = workers != 1 or storage is not None
+        if len(request.cells) > 1:
+            from vegas_tune import cells_tune
+
+            outcome = cells_tune.run(request, progress, shares=shares)
+        elif not shares:
             outcome = tune.run(request, progress)
         else:
             from vegas_tune import fleet_tune

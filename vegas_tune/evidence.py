@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,10 +15,17 @@ from vegas_tune.plan import Plan, Point
 from vegas_tune.steady import Unsteady, steady_steps
 
 RECORDS_NAME: Final = "records.jsonl.z"
+# Records of further (batch, context) cells of a profile.
+CELL_RECORDS: Final = re.compile(r"records-b(\d+)-c(\d+)\.jsonl\.z")
 RECORDS_KIND: Final = "vegas-tune/records"
 RECORDS_VERSION: Final = 1
 RECORD_KIND: Final = "vegas-tune/measurement"
 RECORD_VERSION: Final = 1
+
+
+def cell_records_name(batch: int, context: int) -> str:
+    """File name of a further cell's records."""
+    return f"records-b{batch}-c{context}.jsonl.z"
 
 
 def outcome_to_row(outcome: Outcome) -> dict[str, Any]:

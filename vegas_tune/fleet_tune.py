@@ -76,7 +76,7 @@ def _run(
     request: SweepRequest, progress: SweepProgress, storage: str | None, num_workers: int
 ) -> SweepOutcome:
     # The folder is named before the plan is known: the plan needs a worker's facts.
-    folder = run_folder(request, _identity(request, num_workers))
+    folder = run_folder(request, identity(request, num_workers=num_workers))
     folder.mkdir(parents=True, exist_ok=True)
     url = storage or f"journal:{folder / BOARD_FILE}"
     board = Board.create(open_storage(url, num_workers=num_workers), folder.name)
@@ -99,9 +99,14 @@ def _run(
     return outcome
 
 
-def _identity(request: SweepRequest, num_workers: int) -> str:
-    """Hash over what is asked for, but for the time allowed and where it is kept."""
-    values = asdict(request) | {"num_workers": num_workers}
+def identity(request: SweepRequest, **more: Any) -> str:
+    """Hash over what is asked for, but for the time allowed and where it is kept.
+
+    Args:
+        request: what is asked for.
+        **more: what else makes another run of it.
+    """
+    values = asdict(request) | more
     for name in ("budget_s", "run_dir", "new"):
         del values[name]
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from vegas_runtime.errors import BudgetSpentError, NoValidTrialError, StorageError
 from vegas_runtime.profile import DecisionRecord, Profile
-from vegas_tune.evidence import RECORDS_NAME, unpack_records
+from vegas_tune.evidence import CELL_RECORDS, RECORDS_NAME, unpack_records
 from vegas_tune.laboratory import RecordedLab
 from vegas_tune.measure import Estimate
 from vegas_tune.sweep import SweepResult, run_sweep
@@ -103,11 +103,42 @@ def replay_decisions(profile: Profile, folder: Path) -> Verdict:
     difference = _first_difference(profile, result)
     if difference is not None:
         return _replayed("regressed", difference)
+    cells, difference = _replay_cells(profile, folder)
+    if difference is not None:
+        return _replayed("regressed", difference)
     return _replayed(
         "ok",
         f"{len(result.decisions)} decisions over {len(result.outcomes)} recorded measurements "
-        "came out the same.",
+        f"came out the same{f', and those of {cells} further cells' if cells else ''}.",
     )
+
+
+def _replay_cells(profile: Profile, folder: Path) -> tuple[int, str | None]:
+    """Replay the further (batch, context) cells: how many there are, and what differs."""
+    count = 0
+    for artifact in profile.artifacts:
+        match = CELL_RECORDS.fullmatch(artifact.name)
+        if match is None:
+            continue
+        count += 1
+        batch, context = int(match[1]), int(match[2])
+        try:
+            if hashlib.sha256((folder / artifact.name).read_bytes()).hexdigest() != artifact.sha256:
+                return count, f"{artifact.name} is not what the profile rests on: it was changed."
+            plan, outcomes = unpack_records(folder / artifact.name)
+            result = run_sweep(plan, RecordedLab(outcomes))
+        except (StorageError, NoValidTrialError, BudgetSpentError) as error:
+            return count, f"{artifact.name} cannot be replayed: {error.message}"
+        except OSError as error:
+            return count, f"{artifact.name} cannot be read: {error.strerror}."
+        held = [b.config for b in profile.selected.buckets if b.contains(batch, context)]
+        found = [result.selected] if result.status == "validated" else []
+        if held != found:
+            return count, (
+                f"the profile holds {held} for batch {batch} at context {context}, the records "
+                f"lead to {found}."
+            )
+    return count, None
 
 
 def recorded_result(folder: Path) -> SweepResult:

@@ -11,6 +11,7 @@ from typing import Any, Final, Self, cast
 from vegas_runtime.backend import resolve_backend
 from vegas_runtime.config import Metric, Rows, SamplingConfig, Scope, SpeculationConfig
 from vegas_runtime.errors import UsageError
+from vegas_tune.cells import CellKey, make_cells, parse_counts
 from vegas_tune.plan import DEFAULT_LOOKS
 from vegas_tune.workload_spec import WorkloadName, WorkloadSpec
 
@@ -106,7 +107,10 @@ VLLM_TOKENS_PER_REQUEST: Final = 384
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """One `sweep`, defaults filled in; the fields are the command's options."""
+    """One `sweep`, defaults filled in; the fields are the command's options.
+
+    `spec` is that of the first of `cells`; with one cell there is nothing more to it.
+    """
 
     model: str
     backend: str
@@ -119,6 +123,7 @@ class SweepRequest:
     ratios: tuple[float, ...]
     gammas: tuple[int, ...] | None
     looks: tuple[int, ...]
+    cells: tuple[CellKey, ...]
     seed: int
     dtype: str
     device: str
@@ -133,6 +138,7 @@ class SweepRequest:
             UsageError: an option that cannot be read or does not go with another.
         """
         given = dict(given)
+        batches, contexts = (_counts(given, name) for name in ("batch", "context"))
         small = given["model"].lower() == PACKAGED_MODEL and given["workload"] == "stdlib"
         defaults = PACKAGED if small else SERVED
         if resolve_backend(given["backend"])[0] == "vllm":
@@ -167,6 +173,7 @@ class SweepRequest:
             ratios=ratios,
             gammas=gammas,
             looks=given["looks"],
+            cells=make_cells(batches or (given["batch"],), contexts or (given["context"],)),
             seed=given["seed"],
             dtype=given["dtype"],
             device=given["device"],
@@ -188,6 +195,15 @@ def parse_duration_s(text: str) -> float:
             hint="Write a number and a unit: 90s, 12m, 1h.",
         )
     return float(match[1]) * _UNITS[match[2]]
+
+
+def _counts(given: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Several counts of an option, which itself becomes the first of them."""
+    if not isinstance(given[name], str):
+        return ()
+    counts = parse_counts(f"--{name}", given[name])
+    given[name] = counts[0]
+    return counts
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
