@@ -20,6 +20,7 @@ import optuna
 from benchmarks.grid import GRID_FILE, Grid
 from benchmarks.results_file import Row, write_rows
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.replay import ReplayEngine
 from vegas_tune.laboratory import Measured, Performer
 from vegas_tune.plan import GAMMA, Point
 
@@ -35,8 +36,8 @@ class _SpentError(Exception):
 class Measurer:
     """Measures settings one by one until the engine time is spent."""
 
-    def __init__(self, grid: Grid, seed: int, noise_cv: float, budget_s: float) -> None:
-        self._engine = grid.engine(seed, noise_cv=noise_cv)
+    def __init__(self, grid: Grid, engine: ReplayEngine, budget_s: float) -> None:
+        self._engine = engine.rewound()
         self._performer = Performer(self._engine, self._engine.blocks)
         self._budget_s = budget_s
         self._tokens = grid.header["tokens"]
@@ -118,10 +119,11 @@ RIVALS = {"full grid": full_grid, "random": random_search, "TPE": tpe}
 def regrets(grid: Grid, noise_cv: float, seeds: range) -> Iterator[tuple[str, float, int]]:
     """Method, throughput given up (a fraction), and settings measured; for each seed."""
     for seed in seeds:
-        result = grid.sweep(seed, noise_cv=noise_cv)
+        engine = grid.engine(seed, noise_cv=noise_cv)
+        result = grid.sweep(seed, engine=engine.rewound())
         yield "three-step", grid.regret(result.selected), result.num_settings
         for name, search in RIVALS.items():
-            ask = Measurer(grid, seed, noise_cv, result.spent_s)
+            ask = Measurer(grid, engine, result.spent_s)
             with suppress(_SpentError):
                 search(grid, ask, seed)
             yield name, grid.regret(ask.best()), sum(bool(rates) for rates in ask.rates.values())

@@ -95,7 +95,13 @@ class Grid:
         rows = list(self.rows) if noise_cv is None else self._repeated(seed, noise_cv)
         return ReplayEngine([self.header, *rows])
 
-    def sweep(self, seed: int = 0, *, noise_cv: float | None = None) -> SweepResult:
+    def sweep(
+        self,
+        seed: int = 0,
+        *,
+        noise_cv: float | None = None,
+        engine: ReplayEngine | None = None,
+    ) -> SweepResult:
         """Run the three-step sweep over the recording.
 
         Args:
@@ -104,8 +110,9 @@ class Grid:
                 did at that moment. A number plays the recorded tokens with typical phase times,
                 and each repetition as a whole is slower or faster by noise of that coefficient
                 of variation: what settings measured side by side differ by.
+            engine: of the same seed and noise, made before.
         """
-        engine = self.engine(seed, noise_cv=noise_cv)
+        engine = engine or self.engine(seed, noise_cv=noise_cv)
         drafting = [config for config in self.settings if config.num_speculative_tokens]
         plan = make_plan(
             self.plain,

@@ -290,6 +290,32 @@ def _has_ended(pid: int) -> bool:
     return False
 
 
+def test_a_worker_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
+    url = f"journal:{tmp_path / 'b'}"
+    board = Board.create(open_storage(url, num_workers=1), "orphan")
+    board.set_fact(
+        "request",
+        {"backend": "replay", "model": str(GRID_FILE), "dtype": "auto", "max_gamma": 4},
+    )
+    board.offer_places(1)
+    script = (
+        "import subprocess; from vegas_tune.fleet import worker_command; "
+        f"p = subprocess.Popen(worker_command({url!r}, 'orphan', device='cpu')); "
+        "print(p.pid, flush=True); p.wait()"
+    )
+    sweep = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert sweep.stdout is not None
+    worker = int(sweep.stdout.readline())
+    deadline_s = time.monotonic() + 60
+    while board.fact("facts") is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.communicate()
+    assert _has_ended(worker)
+    assert board.reap() == 1
+
+
 def test_a_worker_sees_one_of_the_gpus_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-77")
     assert pin_gpu(1) == {"CUDA_VISIBLE_DEVICES": "GPU-77"}

@@ -10,6 +10,7 @@ further row one recorded pass:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,13 @@ class ReplayEngine:
             StorageError: the file is missing, cut off, or not a grid.
         """
         return cls(read_json_lines(path))
+
+    def rewound(self) -> Self:
+        """The same recording with its clock at 0 and no block prepared."""
+        other = copy.copy(self)
+        other._prepared = set()
+        other._clock_s = 0.0
+        return other
 
     @property
     def info(self) -> EngineInfo:

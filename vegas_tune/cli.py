@@ -138,6 +138,7 @@ def worker(
     model: Annotated[str | None, typer.Option(help="Where the model is here.")] = None,
     data: Annotated[Path | None, typer.Option(help="The workload's file here.")] = None,
     device: Device = "auto",
+    follow: Annotated[int | None, typer.Option(help="End with this parent process.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -147,7 +148,13 @@ def worker(
         from vegas_tune.worker import run_worker
 
         done = run_worker(
-            storage, run=run, model=model, data=data, device=device, report=console.report
+            storage,
+            run=run,
+            model=model,
+            data=data,
+            device=device,
+            follow=follow,
+            report=console.report,
         )
         console.result({"measurements": done}, lambda _: f"{done} measurements handed back")
 

@@ -241,10 +241,10 @@ class LocalWorkers:
 
 
 def worker_command(storage: str, run: str, *, device: str) -> list[str]:
-    """The command that starts a worker of this very installation."""
+    """The command that starts a worker of this installation, which ends with this process."""
     return [
         sys.executable, "-m", "vegas_tune.cli", "worker",
-        "--storage", storage, "--run", run, "--device", device,
+        "--storage", storage, "--run", run, "--device", device, "--follow", str(os.getpid()),
     ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_tune.board import Board, Task
 from vegas_tune.laboratory import Failed, Performer
 from vegas_tune.plan import Plan
-from vegas_tune.storage import HEARTBEAT_S, is_connection_loss, open_storage
+from vegas_tune.storage import GRACE_S, HEARTBEAT_S, is_connection_loss, open_storage
 from vegas_tune.workload_spec import WorkloadSpec
 
 # Looking for work: at once after work was found, then ever more rarely.
@@ -29,7 +29,9 @@ LAST_POLL_S: Final = 0.5
 HANG_GRACE_S: Final = 120.0
 # A worker that waits this long for a run to start, or for the next question, asks no more.
 PATIENCE_S: Final = 3600.0
-_HUNG: Final = 70
+# Longer than it takes to notice that a worker on another host died.
+PLACE_WAIT_S: Final = 2.0 * GRACE_S
+_HUNG, _ORPHANED = 70, 71
 
 Report = Callable[[str], None]
 
@@ -62,6 +64,7 @@ def run_worker(
     model: str | None = None,
     data: Path | None = None,
     device: str = "auto",
+    follow: int | None = None,
     report: Report,
 ) -> int:
     """Take a place in a run and measure for it until the run is over.
@@ -72,6 +75,8 @@ def run_worker(
         model: where the model lies here, if not where the sweep says.
         data: where the workload's file lies here, if not where the sweep says.
         device: where the engine runs.
+        follow: number of a process to end with: the sweep that started this worker. One that was
+            killed could not end it.
         report: told what goes on.
 
     Returns:
@@ -84,21 +89,28 @@ def run_worker(
     """
     # Optuna's SQLite refusal is the sweep's to make, which knows how many workers it wants.
     board = Board.find_run(open_storage(storage, num_workers=1), run, wait_s=60.0)
-    taken = board.take_place()
-    if taken is None:
-        raise StorageError(
-            "every place of the run has a worker already.",
-            hint="Start the sweep with --workers N for N of them.",
-        )
-    place, place_trial = taken
+    place, place_trial = _take_place(board)
     report(f"worker: place {place}")
-    with Pulse(board, place_trial) as pulse:
+    with Pulse(board, place_trial, follow=follow) as pulse:
         engine, blocks = _open(board, model=model, data=data, device=device, report=report)
         try:
             return Worker(board, engine, blocks, place, place_trial, pulse, report).work()
         finally:
             engine.close()
             board.release(place_trial)
+
+
+def _take_place(board: Board) -> tuple[int, int]:
+    """A place, once one is free: that of a worker which died is offered again after a while."""
+    deadline_s = time.monotonic() + PLACE_WAIT_S
+    while (taken := board.take_place()) is None:
+        if time.monotonic() > deadline_s:
+            raise StorageError(
+                "every place of the run has a worker already.",
+                hint="Start the sweep with --workers N for N of them.",
+            )
+        time.sleep(LAST_POLL_S)
+    return taken
 
 
 def _open(
@@ -239,10 +251,16 @@ class Pulse:
 
     An engine that hangs cannot be interrupted from inside its process. So the result is handed
     back as a failure, and the process ends; whoever started it starts another.
+
+    Args:
+        board: where heartbeats go.
+        place_trial: the trial that holds the worker's place.
+        follow: process to end with.
     """
 
-    def __init__(self, board: Board, place_trial: int) -> None:
+    def __init__(self, board: Board, place_trial: int, *, follow: int | None = None) -> None:
         self._board = board
+        self._follow = follow
         self._place_trial = place_trial
         self._task: Task | None = None
         self._started_s = 0.0
@@ -272,6 +290,9 @@ class Pulse:
             task = self._task
             if task is not None and self._hangs(task):
                 self._give_up(task)
+            if self._follow is not None and os.getppid() != self._follow:
+                # What it held is posted again once it is noticed that its process is gone.
+                os._exit(_ORPHANED)
             if time.monotonic() < next_beat_s:
                 continue
             next_beat_s = time.monotonic() + HEARTBEAT_S
