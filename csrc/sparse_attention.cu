@@ -1,25 +1,30 @@
-// Sparse draft attention: one query per request over a slot list, then the dense tail.
-#include "include/attention_mma.cuh"
+// Sparse draft attention: which instance of include/sparse_mma.cuh runs.
+#include "include/sparse_mma.cuh"
 
 namespace vegas {
 
+// Shared memory of sm_80 (163 KB) holds two tiles of each of 8 warps beside the merge of 8 rows, or
+// four warps' three beside that of 16; sm_90 (227 KB) three of 8 warps, or two. Tiles of d 64 are
+// half as large.
 template <typename T, int D, int NT>
-const char* launch_sparse(const AttentionParams& p, cudaStream_t stream) {
-  // Two tiles of every warp in flight on A100, three (d 128: two of 8 KB more) from sm_90 on.
+const char* sparse_for_group(const AttentionParams& p, cudaStream_t stream) {
   constexpr int kDepth = 128 / D;
-  if (has_large_smem()) {
-    return launch_mma<MmaConfig<T, D, NT, 1, 8, 3 * kDepth, ScoreMode::kOff, true>>(p, stream);
-  }
-  return launch_mma<MmaConfig<T, D, NT, 1, 8, 2 * kDepth, ScoreMode::kOff, true>>(p, stream);
+  constexpr int kLarge = (NT == 1 ? 3 : 2) * kDepth, kSmall = (NT == 1 ? 2 : 3) * kDepth;
+  constexpr int kSmallWarps = NT == 1 ? 8 : 4;
+  const bool hopper = has_large_smem();
+  return hopper ? launch_sparse<MmaConfig<T, D, NT, 1, 8, kLarge, ScoreMode::kOff, true>>(
+                      p, stream, true)
+                : launch_sparse<MmaConfig<T, D, NT, 1, kSmallWarps, kSmall, ScoreMode::kOff, true>>(
+                      p, stream, false);
 }
 
 template <typename T>
 const char* sparse_for(const AttentionParams& p, cudaStream_t stream) {
   const bool small = p.num_heads / p.num_kv_heads <= 8;
   if (p.head_dim == 64) {
-    return small ? launch_sparse<T, 64, 1>(p, stream) : launch_sparse<T, 64, 2>(p, stream);
+    return small ? sparse_for_group<T, 64, 1>(p, stream) : sparse_for_group<T, 64, 2>(p, stream);
   }
-  return small ? launch_sparse<T, 128, 1>(p, stream) : launch_sparse<T, 128, 2>(p, stream);
+  return small ? sparse_for_group<T, 128, 1>(p, stream) : sparse_for_group<T, 128, 2>(p, stream);
 }
 
 const char* sparse_attention(const AttentionParams& p, void* stream) {

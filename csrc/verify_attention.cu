@@ -4,13 +4,13 @@
 namespace vegas {
 
 const char* verify_attention(const AttentionParams& p, void* stream) {
-  if (p.path == Path::kSm90 && !verify_attention_sm90_takes(p)) return "not a Hopper GPU";
-  // Up to 32 rows mma.sync keeps up with memory, in finer row steps and with shorter prologues.
-  // Above 64 rows the Hopper path is faster, but its latest version has not passed the correctness
-  // grid on a GPU yet (benchmarks/KERNEL_LOG.md): until it has, it runs there only when asked for.
+  const bool takes = p.path != Path::kMma && verify_attention_sm90_takes(p);
+  if (p.path == Path::kSm90 && !takes) return "not a Hopper GPU, or a stride between KV heads that"
+                                              " is no multiple of 64 elements";
+  // The choice may not look at the score mode: output must not depend on whether scores are
+  // collected, to the bit. Up to 16 rows of head dim 64 mma.sync is ahead of the Hopper path.
   const int rows = p.max_queries * (p.num_heads / p.num_kv_heads);
-  const bool chosen = p.path == Path::kSm90 || (p.path == Path::kAuto && rows > 32 && rows <= 64);
-  const bool hopper = chosen && verify_attention_sm90_takes(p);
+  const bool hopper = takes && (p.path == Path::kSm90 || p.head_dim == 128 || rows > 16);
   return hopper ? verify_attention_sm90(p, stream) : verify_attention_mma(p, stream);
 }
 

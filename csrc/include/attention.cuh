@@ -66,14 +66,14 @@ struct SliceWalk {
   }
 };
 
-// Blocks that share an item: first and last, from the item's place in the flat numbering.
+// Blocks that share an item: first and last, from its place in the flat numbering. `unit` is where
+// the walk stands after it took the block's part of the item.
 struct ItemParts {
   int first, last;
-  __device__ ItemParts(const AttentionParams& p, const SliceWalk& walk, const Item& item) {
-    const int index = item.row_block * p.num_kv_heads + item.head;
-    const int unit0 = p.prefix[item.request] * walk.per_request + index * item.units;
-    first = unit0 / walk.slice;
-    last = (unit0 + item.units - 1) / walk.slice;
+  __device__ ItemParts(const Item& item, int unit, int slice) {
+    const int unit0 = unit - item.end;
+    first = unit0 / slice;
+    last = (unit0 + item.units - 1) / slice;
   }
 };
 
@@ -162,24 +162,25 @@ __device__ __forceinline__ float* partial_of(const AttentionParams& p, int block
 // Called by `threads` threads after they wrote their partial result (`rows` padded rows). The
 // block that arrives last merges all parts in order, so that the result does not depend on
 // timing. `flag` is one shared int; `sync` a barrier of the threads.
-template <typename T, int D, int kElements, typename Sync>
-__device__ void merge_partials(const AttentionParams& p, const SliceWalk& walk, const Item& item,
+template <typename T, int D, int kElements, int kParts, typename Sync>
+__device__ void merge_partials(const AttentionParams& p, const ItemParts& parts, const Item& item,
                                int rows, int row0, int num_rows, int thread, int threads,
                                int* flag, Sync sync) {
-  const ItemParts parts(p, walk, item);
-  __threadfence();
   sync();
-  const int id = (item.request * p.num_kv_heads + item.head) +
-                 item.row_block * p.batch * p.num_kv_heads;
-  if (thread == 0) *flag = atomicAdd(p.counters + id, 1) == parts.last - parts.first;
+  if (thread == 0) {
+    const int id = (item.request * p.num_kv_heads + item.head) +
+                   item.row_block * p.batch * p.num_kv_heads;
+    // Fences are cumulative: behind the barrier, one thread's covers what all of them wrote.
+    __threadfence();
+    *flag = atomicAdd(p.counters + id, 1) == parts.last - parts.first;
+    if (*flag) p.counters[id] = 0;
+    __threadfence();
+  }
   sync();
   if (!*flag) return;
-  __threadfence();
-  if (thread == 0) p.counters[id] = 0;
   const int group = p.num_heads / p.num_kv_heads;
   // Loads of several elements and parts in flight together: one thread after another would wait
   // for the L2 cache `elements * parts` times.
-  constexpr int kParts = 4;
   const int total = num_rows * (D / 4);
   for (int base = thread; base < total; base += kElements * threads) {
     float4 sum[kElements];

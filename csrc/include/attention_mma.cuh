@@ -32,14 +32,18 @@ struct MmaConfig {
   static constexpr int MERGE_PITCH = D + 4;                 // conflict-free transposed stores
   static constexpr int MERGE_BYTES = KVW * ROWS * (MERGE_PITCH + 2) * 4;
   static constexpr int SCORE_BYTES = RG > 1 ? KVW * 2 * RG * kTileTokens * 4 : 0;
-  static constexpr int SMEM_BYTES =
-      (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES) + SCORE_BYTES + 16;
+  // Sparse attention goes on copying while it merges; otherwise the merge reuses the ring.
+  static constexpr int MERGE_AT = SPARSE ? RING_BYTES : 0;
+  static constexpr int BUFFER_BYTES =
+      RING_BYTES > MERGE_AT + MERGE_BYTES ? RING_BYTES : MERGE_AT + MERGE_BYTES;
+  static constexpr int SMEM_BYTES = BUFFER_BYTES + SCORE_BYTES + 16;
   static_assert(D == 64 || D == 128, "rows are 8 or 16 pieces of 16 bytes");
   static_assert(!SPARSE || RG == 1, "sparse attention has one query per request");
 };
 
 // Where a group's lanes find the rows of a tile: in units of 16 bytes from the cache base.
 constexpr uint32_t kNoRow = 0xffffffffu;
+constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 
 template <typename C>
 struct MmaKernel {
@@ -70,7 +74,7 @@ struct MmaKernel {
     group_id = warp / RG;
     rg = warp % RG;
     group_lane = rg * 32 + lane;
-    char* after = smem + (C::RING_BYTES > C::MERGE_BYTES ? C::RING_BYTES : C::MERGE_BYTES);
+    char* after = smem + C::BUFFER_BYTES;
     score_smem = reinterpret_cast<float*>(after);
     flag = reinterpret_cast<int*>(after + C::SCORE_BYTES);
     const int size = p.cache.block_size;
@@ -92,23 +96,15 @@ struct MmaKernel {
     return shift >= 0 ? token >> shift : token / p.cache.block_size;
   }
 
-  __device__ uint32_t offset_of(int block, int in_block) const {
+  __device__ uint32_t offset_of(int block, int in_block, int head) const {
     const int64_t at = block * p.cache.block_stride + in_block * p.cache.token_stride +
-                       item.head * p.cache.head_stride;
+                       head * p.cache.head_stride;
     return static_cast<uint32_t>(at >> 3);
   }
 
-  // Slot of the list, or physical block of the table, that the lane needs for `tile`: loaded one
-  // round before it is used.
+  // Physical block of `tile`: loaded one round before it is used.
   __device__ int prefetch(int tile) const {
     if (tile >= tile_end) return -1;
-    if constexpr (C::SPARSE) {
-      if (tile < list_tiles) {
-        const int i = tile * kTileTokens + (lane & 15);
-        if (i >= list_count) return -1;
-        return p.slots[item.request * p.slots_batch_stride + item.head * p.slots_head_stride + i];
-      }
-    }
     return p.block_table[item.request * p.table_stride + block_of(token_of(tile))];
   }
 
@@ -118,16 +114,9 @@ struct MmaKernel {
 
   // Offset of row lane & 15 of `tile`; kNoRow is filled with zeros.
   __device__ uint32_t row_offset(int tile, int fetched) const {
-    if constexpr (C::SPARSE) {
-      if (tile < list_tiles) {
-        if (fetched < 0) return kNoRow;
-        const int block = block_of(fetched);
-        return offset_of(block, fetched - block * p.cache.block_size);
-      }
-    }
     const int token = token_of(tile), row = token + (lane & 15);
     if (row >= item.length || row < tail_low) return kNoRow;
-    return offset_of(fetched, row - block_of(token) * p.cache.block_size);
+    return offset_of(fetched, row - block_of(token) * p.cache.block_size, item.head);
   }
 
   __device__ uint32_t stage_address(int stage) const {
@@ -135,25 +124,26 @@ struct MmaKernel {
   }
 
   __device__ void issue(int tile, int stage, int fetched) {
-    if (tile < tile_end) {
-      const uint32_t mine = row_offset(tile, fetched);
-      const uint32_t base = stage_address(stage);
-      const char* k = static_cast<const char*>(p.cache.k);
-      const char* v = static_cast<const char*>(p.cache.v);
-#pragma unroll
-      for (int i = 0; i < kTileTokens * C::CHUNKS / LANES; ++i) {
-        const int piece = group_lane + i * LANES;
-        const int row = piece / C::CHUNKS, column = piece % C::CHUNKS;
-        const uint32_t offset = __shfl_sync(0xffffffffu, mine, row);
-        const bool valid = offset != kNoRow;
-        const int64_t at = (valid ? static_cast<int64_t>(offset) : 0) * 16 + column * 16;
-        const uint32_t target =
-            base + row * (D * 2) + ((column ^ (row & 7)) & (C::CHUNKS - 1)) * 16;
-        cp_async_16(target, k + at, valid);
-        cp_async_16(target + C::HALF_BYTES, v + at, valid);
-      }
-    }
+    if (tile < tile_end) copy_rows(row_offset(tile, fetched), stage);
     cp_async_commit();
+  }
+
+  // Copies 16 rows of K and V; lanes i and i + 16 know where row i is.
+  __device__ void copy_rows(uint32_t mine, int stage) {
+    const uint32_t base = stage_address(stage);
+    const char* k = static_cast<const char*>(p.cache.k);
+    const char* v = static_cast<const char*>(p.cache.v);
+#pragma unroll
+    for (int i = 0; i < kTileTokens * C::CHUNKS / LANES; ++i) {
+      const int piece = group_lane + i * LANES;
+      const int row = piece / C::CHUNKS, column = piece % C::CHUNKS;
+      const uint32_t offset = __shfl_sync(0xffffffffu, mine, row);
+      const bool valid = offset != kNoRow;
+      const int64_t at = (valid ? static_cast<int64_t>(offset) : 0) * 16 + column * 16;
+      const uint32_t target = base + row * (D * 2) + ((column ^ (row & 7)) & (C::CHUNKS - 1)) * 16;
+      cp_async_16(target, k + at, valid);
+      cp_async_16(target + C::HALF_BYTES, v + at, valid);
+    }
   }
 
   // ---- rows ----------------------------------------------------------------------------------
@@ -392,27 +382,17 @@ struct MmaKernel {
   // ---- one item ------------------------------------------------------------------------------
 
   __device__ void begin_item() {
-    if constexpr (C::SPARSE) {
-      list_count = p.counts[item.request];
-      list_tiles = sparse_list_tiles(list_count);
-      tail_low = p.tail_start[item.request];
-      first_token = aligned_down(tail_low);
-      tile_end = sparse_tiles(list_count, tail_low, item.length);
-    } else {
-      list_count = list_tiles = 0;
-      tail_low = first_visible(item.length, item.queries, p.window);
-      first_token = aligned_down(tail_low);
-      tile_end = ceil_div(item.length - first_token, kTileTokens);
-    }
-    const int per_unit = kUnitTokens / kTileTokens;
-    tile_end = min(tile_end, item.end * per_unit);
+    list_count = list_tiles = 0;
+    tail_low = first_visible(item.length, item.queries, p.window);
+    first_token = aligned_down(tail_low);
+    tile_end = min(ceil_div(item.length - first_token, kTileTokens), item.end * kUnitTiles);
     const int rows = item.queries * (p.num_heads / p.num_kv_heads);
     num_rows = min(C::ROWS, rows - item.row_block * C::ROWS);
   }
 
   __device__ void run_item() {
     begin_item();
-    const int first = item.begin * (kUnitTokens / kTileTokens) + group_id;
+    const int first = item.begin * kUnitTiles + group_id;
     int fetched = prefetch(first);
 #pragma unroll
     for (int i = 0; i < C::STAGES - 1; ++i) {
@@ -445,9 +425,9 @@ struct MmaKernel {
 
   // Merge the groups' private results in order; write the row block or a partial result.
   __device__ void finish() {
-    float* buffer = reinterpret_cast<float*>(smem);
+    float* buffer = reinterpret_cast<float*>(smem + C::MERGE_AT);
     float* ml = buffer + KVW * C::ROWS * C::MERGE_PITCH;
-    __syncthreads();
+    if constexpr (C::MERGE_AT == 0) __syncthreads();
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -528,10 +508,10 @@ __global__ void __launch_bounds__(C::THREADS, 1)
     if (kernel.item.row_block * kRows >= own) continue;  // a short request has fewer row blocks
     kernel.run_item();
     if (!kernel.item.is_whole()) {
-      merge_partials<typename C::T, C::D, 1>(p, walk, kernel.item, kRows,
-                                          kernel.item.row_block * kRows, kernel.num_rows,
-                                          threadIdx.x, C::THREADS, kernel.flag,
-                                          [] { __syncthreads(); });
+      merge_partials<typename C::T, C::D, 1, 4>(
+          p, ItemParts(kernel.item, walk.unit, walk.slice), kernel.item, kRows,
+          kernel.item.row_block * kRows, kernel.num_rows, threadIdx.x, C::THREADS, kernel.flag,
+          [] { __syncthreads(); });
     }
   }
 }
@@ -551,7 +531,7 @@ const char* launch_mma(const AttentionParams& p, cudaStream_t stream) {
   if (configured != cudaSuccess) return cudaGetErrorString(configured);
   const int grid = num_multiprocessors();
   if (p.partials_floats < static_cast<int64_t>(2) * grid * C::ROWS * (C::D + 2)) {
-    return "the workspace is smaller than workspace_floats() asks for";
+    return "the workspace is smaller than make_workspace() makes it";
   }
   attention_mma_kernel<C><<<grid, C::THREADS, C::SMEM_BYTES, stream>>>(p);
   const cudaError_t error = cudaGetLastError();

@@ -44,13 +44,14 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
-// One box of a 4-d tensor; what lies outside of the tensor arrives as zeros.
+// One box of a 5-d tensor, from the start of its first two dimensions; what lies outside of the
+// tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map,
-                                         uint32_t barrier, int c0, int c1, int c2, int c3) {
+                                         uint32_t barrier, int c2, int c3, int c4) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(target),
-      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %3, %4, %5, %6}], [%2];\n" ::"r"(target),
+      "l"(map), "r"(barrier), "r"(0), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 

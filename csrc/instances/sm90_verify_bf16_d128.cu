@@ -1,0 +1,10 @@
+#include "../include/sm90_verify.cuh"
+
+namespace vegas {
+
+template <>
+const char* verify_attention_sm90_for<128, DType::kBFloat16>(const AttentionParams& p, void* stream) {
+  return verify_sm90<__nv_bfloat16, 128>(p, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace vegas
