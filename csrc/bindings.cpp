@@ -131,11 +131,12 @@ void verify_attention(const Tensor& q, const Tensor& k, const Tensor& v,
 void sparse_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& slots,
                       const Tensor& counts, const Tensor& block_table, const Tensor& tail_start,
                       const Tensor& seq_lens, const Tensor& prefix, double scale,
-                      const OptionalTensor& sinks, const Tensor& out, const Tensor& lse,
-                      const Tensor& partials, const Tensor& counters) {
+                      const OptionalTensor& sinks, bool overlap, const Tensor& out,
+                      const Tensor& lse, const Tensor& partials, const Tensor& counters) {
   auto p = attention_params(q, k, v, block_table, seq_lens, prefix, scale, sinks, out, lse,
                             partials, counters);
   p.max_queries = 1;
+  p.overlap = overlap;
   p.slots = data<int32_t>(slots);
   p.slots_batch_stride = slots.stride(0);
   p.slots_head_stride = slots.size(1) == 1 ? 0 : slots.stride(1);

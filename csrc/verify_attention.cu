@@ -5,13 +5,12 @@ namespace vegas {
 
 const char* verify_attention(const AttentionParams& p, void* stream) {
   const bool takes = p.path != Path::kMma && verify_attention_sm90_takes(p);
-  if (p.path == Path::kSm90 && !takes) return "not a Hopper GPU, or a stride between KV heads that"
+  const bool asked = p.path == Path::kSm90 || p.path == Path::kSm90Boxes;
+  if (asked && !takes) return "not a Hopper GPU, or a stride between KV heads that"
                                               " is no multiple of 64 elements";
   // The choice may not look at the score mode: output must not depend on whether scores are
-  // collected, to the bit. Up to 16 rows of head dim 64 mma.sync is ahead of the Hopper path.
-  const int rows = p.max_queries * (p.num_heads / p.num_kv_heads);
-  const bool hopper = takes && (p.path == Path::kSm90 || p.head_dim == 128 || rows > 16);
-  return hopper ? verify_attention_sm90(p, stream) : verify_attention_mma(p, stream);
+  // collected, to the bit.
+  return takes ? verify_attention_sm90(p, stream) : verify_attention_mma(p, stream);
 }
 
 template <int D, DType TYPE>

@@ -108,7 +108,7 @@ def sparse_cases() -> list[SparseCase]:
             heads=heads, kv_heads=kv_heads, head_dim=dim, lens=(60000, 9000), queries=(1, 1)
         )
         cases.append(SparseCase(case=long, counts=(4200, 650), tails=(59990, 8993), per_head=True))
-    for many in (70, 600):  # more requests than a block keeps the lengths of, or has threads for
+    for many in (70, 300):  # more requests than a block keeps the lengths of, or has threads for
         lens = tuple(1 + 37 * i % 90 for i in range(many))
         base = Case(lens=lens, queries=(1,) * many)
         counts = tuple(n // 3 for n in lens)

@@ -171,7 +171,7 @@ def test_other_schemas_are_sound() -> None:
     slots = this.table[:, :1, None].expand(3, 1, 5).contiguous() * 16
     sparse = (
         *(this.q, this.k, this.v, slots, counts, this.table, tails, this.lens, prefix, 0.125),
-        *(None, torch.zeros_like(this.q), torch.zeros(this.q.shape[:2])),
+        *(None, False, torch.zeros_like(this.q), torch.zeros(this.q.shape[:2])),
         *(workspace.partials, workspace.counters),
     )
     torch.library.opcheck(torch.ops.vegas.sparse_attention.default, sparse)

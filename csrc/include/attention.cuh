@@ -170,11 +170,9 @@ __device__ void merge_partials(const AttentionParams& p, const ItemParts& parts,
   if (thread == 0) {
     const int id = (item.request * p.num_kv_heads + item.head) +
                    item.row_block * p.batch * p.num_kv_heads;
-    // Fences are cumulative: behind the barrier, one thread's covers what all of them wrote.
-    __threadfence();
-    *flag = atomicAdd(p.counters + id, 1) == parts.last - parts.first;
+    // Release and acquire are cumulative: behind the barrier, one thread's covers all of them.
+    *flag = arrive_in_turn(p.counters + id) == parts.last - parts.first;
     if (*flag) p.counters[id] = 0;
-    __threadfence();
   }
   sync();
   if (!*flag) return;

@@ -152,18 +152,27 @@ struct MmaKernel {
     return item.row_block * C::ROWS + (rg * NT + n) * 8 + (lane & 3) * 2 + j;
   }
 
-  __device__ void load_queries() {
+  using Queries = uint32_t[NT][KSTEPS][2];
+
+  __device__ void fetch_queries(const Item& of, Queries& fetched) const {
     const int group = p.num_heads / p.num_kv_heads;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const Row r(item.row_block * C::ROWS + (rg * NT + n) * 8 + (lane >> 2), group, item.queries);
-      const T* row = static_cast<const T*>(p.q) + (item.query0 + r.query) * p.q_token_stride +
-                     (item.head * group + r.head) * p.q_head_stride + (lane & 3) * 2;
+      const Row r(of.row_block * C::ROWS + (rg * NT + n) * 8 + (lane >> 2), group, of.queries);
+      const T* row = static_cast<const T*>(p.q) + (of.query0 + r.query) * p.q_token_stride +
+                     (of.head * group + r.head) * p.q_head_stride + (lane & 3) * 2;
 #pragma unroll
       for (int k = 0; k < KSTEPS; ++k) {
-        q[n][k][0] = r.is_real ? *reinterpret_cast<const uint32_t*>(row + k * 16) : 0u;
-        q[n][k][1] = r.is_real ? *reinterpret_cast<const uint32_t*>(row + k * 16 + 8) : 0u;
+        fetched[n][k][0] = r.is_real ? *reinterpret_cast<const uint32_t*>(row + k * 16) : 0u;
+        fetched[n][k][1] = r.is_real ? *reinterpret_cast<const uint32_t*>(row + k * 16 + 8) : 0u;
       }
+    }
+  }
+
+  // Nothing seen yet.
+  __device__ void reset() {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         row_max[n][j] = kNoMax;
@@ -400,7 +409,8 @@ struct MmaKernel {
       issue(first + i * KVW, i, fetched);
       fetched = following;
     }
-    load_queries();
+    fetch_queries(item, q);
+    reset();
     int stage = 0, parity = 0;
     for (int tile = first; tile < tile_end; tile += KVW) {
       const int ahead = tile + (C::STAGES - 1) * KVW;

@@ -24,7 +24,7 @@ struct KvCache {
 };
 
 // kAuto: the fastest that runs here. The others exist for tests and measurements.
-enum class Path : int32_t { kAuto = 0, kMma = 1, kSm90 = 2 };
+enum class Path : int32_t { kAuto = 0, kMma = 1, kSm90 = 2, kSm90Boxes = 3 };
 
 struct AttentionParams {
   const void* q;  // [T, H, D]
@@ -59,6 +59,7 @@ struct AttentionParams {
   int32_t* counters;  // [B * Hkv * row blocks], zero before and after
   int32_t batch, num_heads, num_kv_heads, head_dim, max_queries;
   int32_t window;  // 0: none
+  int32_t overlap;  // sparse attention: lists and lengths are older than the kernel in front
   float scale;
   DType dtype;
   ScoreMode score_mode;

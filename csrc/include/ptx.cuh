@@ -26,6 +26,17 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
+// Adds one to a counter of the whole GPU; what was written before is visible to whoever reads the
+// count, and what they wrote is visible from here on.
+__device__ __forceinline__ int arrive_in_turn(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;\n"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
+
 // Programmatic dependent launch (sm_90): what earlier kernels of the stream wrote is visible from
 // here on; and kernels launched to overlap may take their places. Nothing elsewhere.
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -19,6 +19,10 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
                "r"(bytes)
                : "memory");
 }
+// Arrives when the thread's cp.async so far are done; the barrier's count includes this arrival.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n"
@@ -85,6 +89,16 @@ __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&value)[
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ uint32_t add_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("add.rn.bf16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {

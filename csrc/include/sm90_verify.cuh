@@ -23,21 +23,29 @@
 
 namespace vegas {
 
-template <typename T_, int D_, int WG_, int TN_, int STAGES_, int BLOCKS_, ScoreMode SCORE_>
+// How tiles reach shared memory: by the bulk tensor engine, or by cp.async in whole tokens.
+enum class Copy : int { kBoxes, kTokens };
+
+template <typename T_, int D_, int WG_, int TN_, int STAGES_, int BLOCKS_, Copy COPY_,
+          ScoreMode SCORE_>
 struct Sm90Config {
   using T = T_;
   static constexpr int D = D_, WG = WG_, TN = TN_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+  static constexpr Copy COPY = COPY_;
   static constexpr ScoreMode SCORE = SCORE_;
   static constexpr int ROWS = 64 * WG, CONSUMERS = 128 * WG;
-  // Helper warps: one copies, the others score. Two consumer warpgroups need more registers than an
+  // Helper warps: some copy, the others score. Two consumer warpgroups need more registers than an
   // even split gives, so that there the helpers are a warpgroup that hands registers over.
-  static constexpr bool REBALANCE = WG > 1;
   static constexpr bool COLLECTS = SCORE != ScoreMode::kOff;
-  static constexpr int HELPERS = REBALANCE ? 4 : (COLLECTS ? 2 : 1);
+  static constexpr bool REBALANCE = WG > 1 || (COLLECTS && COPY == Copy::kTokens);
+  static constexpr int PRODUCERS = COPY == Copy::kBoxes ? 1 : 4;
+  static constexpr int SCORERS = WG > 1 ? 2 : 1;
+  static constexpr int HELPERS = REBALANCE ? 12 - 4 * WG : PRODUCERS + (COLLECTS ? 1 : 0);
   // Of the 168 a thread that a block of twelve warps starts with: more would wait for ever.
-  static constexpr int CONSUMER_REGISTERS = 232, HELPER_REGISTERS = 40;
-  static_assert(2 * CONSUMER_REGISTERS + HELPER_REGISTERS <= 3 * 168, "registers of the block");
-  static constexpr int SCORERS = REBALANCE ? 2 : 1;  // of the helpers
+  static constexpr int CONSUMER_REGISTERS = WG == 1 ? 240 : 232;
+  static constexpr int HELPER_REGISTERS = WG == 1 ? 128 : 40;
+  static_assert(WG * CONSUMER_REGISTERS + (3 - WG) * HELPER_REGISTERS <= 3 * 168,
+                "registers of the block");
   static constexpr int THREADS = CONSUMERS + 32 * HELPERS;
   // A tile in shared memory: [8 tokens][panel][8 x 128 bytes], a panel being 64 elements of K or V.
   // In this order one box of the tensor map fills two octets with everything they have.
@@ -48,7 +56,8 @@ struct Sm90Config {
   // Tiles whose P waits for the score warps. A multiple of SCORERS, so that one warp sees every
   // phase of a slot's barrier: a wait for a phase two ahead would pass at once.
   static constexpr int SLOTS = 2;
-  static constexpr int WARP_BYTES = TN / 16 * 512 + 256;  // P of a warp's 16 rows, and weights
+  // What a warp leaves for the score warps: sums over pairs of rows (hint), or P and code shifts.
+  static constexpr int WARP_BYTES = SCORE == ScoreMode::kHint ? TN / 16 * 256 : TN / 16 * 512 + 256;
   static constexpr int SLOT_BYTES = COLLECTS ? 4 * WG * WARP_BYTES : 0;
   static constexpr int BARRIERS = 2 * STAGES + 2 * SLOTS;
   static constexpr int SMEM_BYTES =
@@ -56,6 +65,8 @@ struct Sm90Config {
   static_assert(D == 64 || D == 128, "panels are 64 elements wide");
   static_assert(TN == 64 || TN == 128, "tiles are one or two units");
   static_assert(SLOTS % SCORERS == 0, "a slot belongs to one score warp");
+  static_assert(COPY == Copy::kBoxes || (D == 128 && WG == 1),
+                "one instruction copies one token of d 128; four warps need registers");
 };
 
 // Counter of a ring: stage, and the parity of its current phase.
@@ -81,15 +92,17 @@ struct Sm90Kernel {
   const AttentionParams& p;
   uint32_t tiles;  // shared address of stage 0, 1024-byte aligned; slots and barriers follow
   int warp, lane, group;
+  int sharers;  // consumer warps that may hold collected rows; the others hand nothing over
   SliceWalk walk;
   Item item;
-  int first_token, limit, first_tile, end_tile;
+  int first_token, limit, end_tile;
 
   __device__ Sm90Kernel(const AttentionParams& params, char* shared) : p(params) {
     tiles = (smem_address(shared) + 1023) & ~1023u;
     warp = threadIdx.x >> 5;
     lane = threadIdx.x & 31;
     group = p.num_heads / p.num_kv_heads;
+    sharers = warps_of(p.max_queries);
   }
 
   __device__ uint32_t slot(int i) const {
@@ -104,11 +117,11 @@ struct Sm90Kernel {
   __device__ void init_barriers() {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::STAGES; ++i) {
-        mbarrier_init(full(i), 1);
+        mbarrier_init(full(i), C::COPY == Copy::kBoxes ? 1 : 32 * C::PRODUCERS);
         mbarrier_init(empty(i), 4 * C::WG);
       }
       for (int i = 0; i < C::SLOTS; ++i) {
-        mbarrier_init(slot_full(i), 4 * C::WG);
+        mbarrier_init(slot_full(i), max(sharers, 1));
         mbarrier_init(slot_empty(i), 1);
       }
       fence_barrier_init();
@@ -131,25 +144,94 @@ struct Sm90Kernel {
 
   // ---- copies --------------------------------------------------------------------------------
 
-  __device__ void produce(const CUtensorMap* k_map, const CUtensorMap* v_map) {
+  // Looks up cache blocks of 16-token groups, 32 at a time and one batch ahead: under load a look-up
+  // takes longer than a tile. `token_of` gives a group's first token.
+  template <typename TokenOf>
+  struct BlockLookup {
+    const int32_t* table;
+    int size, limit, lane, none;
+    TokenOf token_of;
+    int blocks, coming;
+    __device__ void start() {
+      blocks = load(lane);
+      coming = load(32 + lane);
+    }
+    __device__ int load(int i) const {
+      const int token = token_of(i);
+      return token < limit ? table[token / size] : none;
+    }
+    // Block of group `i`; the caller moves on with `advance` when i passes a multiple of 32.
+    __device__ int get(int i) const { return __shfl_sync(kAll, blocks, i & 31); }
+    __device__ void advance(int i) {
+      blocks = coming;
+      coming = load(i + 32 + lane);
+    }
+  };
+  template <typename TokenOf>
+  __device__ BlockLookup<TokenOf> block_lookup(int none, TokenOf token_of) const {
+    BlockLookup<TokenOf> made{p.block_table + item.request * p.table_stride,
+                              p.cache.block_size, limit, lane, none, token_of, 0, 0};
+    made.start();
+    return made;
+  }
+
+  // cp.async: an instruction copies K and V of one token, 512 bytes that mostly lie together.
+  __device__ void produce_tokens(int self) {
+    constexpr int kGroups = TN / 16 / C::PRODUCERS;  // of a tile, for this warp
+    const int size = p.cache.block_size;
+    const int64_t token_bytes = p.cache.token_stride * 2;
+    const char* source = static_cast<const char*>(lane < 16 ? p.cache.k : p.cache.v) +
+                         (lane & 15) * 16;
+    const uint32_t place = tiles + self * kGroups * 2 * C::OCTET_BYTES +
+                           (lane >> 4) * C::V_BYTES + ((lane >> 3) & 1) * C::ATOM_BYTES;
+    Ring<C::STAGES> ring;
+    while (next_item()) {
+      const char* head = source + item.head * p.cache.head_stride * 2;
+      auto token_of = [first = first_token, self](int i) {
+        return first + i / kGroups * TN + (self * kGroups + i % kGroups) * 16;
+      };
+      auto lookup = block_lookup(0, token_of);
+      int i = 0;
+      for (int tile = 0; tile < end_tile; ++tile) {
+        mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const int token = token_of(i), left = limit - token;
+          const char* from = head + lookup.get(i) * p.cache.block_stride * 2 +
+                             token % size * token_bytes;
+          const uint32_t to = place + ring.stage * C::STAGE_BYTES + g * 2 * C::OCTET_BYTES;
+#pragma unroll
+          for (int t = 0; t < 16; ++t) {
+            // Behind the limit zeros: 0 * NaN would be NaN.
+            cp_async_16(to + t / 8 * C::OCTET_BYTES + t % 8 * 128 + ((lane ^ t) & 7) * 16,
+                        from + t * token_bytes, t < left);
+          }
+          if ((++i & 31) == 0) lookup.advance(i);
+        }
+        mbarrier_arrive_after_copies(full(ring.stage));
+        ring.advance();
+      }
+    }
+  }
+
+  __device__ void produce_boxes(const CUtensorMap* k_map, const CUtensorMap* v_map) {
+    constexpr int kGroups = TN / 16;
     const int size = p.cache.block_size;
     const int head_panels = static_cast<int>(p.cache.head_stride / 64);
     const bool side_by_side = is_interleaved(p);
     Ring<C::STAGES> ring;
     while (next_item()) {
-      const int32_t* table = p.block_table + item.request * p.table_stride;
       // Lanes 0 .. TN / 16 - 1 copy 16 tokens each; behind the limit, zeros from outside.
-      auto block_of = [&](int tile) {
-        const int token = first_token + tile * TN + lane * 16;
-        return lane < TN / 16 && token < limit ? table[token / size] : p.cache.num_blocks;
-      };
-      int block = block_of(0);
+      auto lookup = block_lookup(p.cache.num_blocks,
+                                 [first = first_token](int i) { return first + i * 16; });
+      int i = 0;
       for (int tile = 0; tile < end_tile; ++tile) {
-        const int following = tile + 1 < end_tile ? block_of(tile + 1) : 0;
+        const int block = lookup.get(i + (lane & (kGroups - 1)));
+        if (((i += kGroups) & 31) == 0) lookup.advance(i);
         mbarrier_wait(empty(ring.stage), ring.phase ^ 1);
         if (lane == 0) mbarrier_expect(full(ring.stage), C::STAGE_BYTES);
         __syncwarp();
-        if (lane < TN / 16) {
+        if (lane < kGroups) {
           const int octet = (first_token + tile * TN + lane * 16) % size / 8;
           const int panel = item.head * head_panels;
           const uint32_t target = tiles + ring.stage * C::STAGE_BYTES + lane * 2 * C::OCTET_BYTES;
@@ -161,7 +243,6 @@ struct Sm90Kernel {
                      octet + 1, block);
           }
         }
-        block = following;
         ring.advance();
       }
     }
@@ -170,11 +251,13 @@ struct Sm90Kernel {
   // ---- scores --------------------------------------------------------------------------------
 
   // Warps that hold collected rows; exact scores have bytes for two queries even if there is one.
-  __device__ int num_writers() const {
-    if (!C::COLLECTS || item.row_block != 0) return 0;
-    const int queries = p.rows ? item.queries : min(item.queries, 2);
+  __device__ int warps_of(int queries) const {
+    if (!p.rows) queries = min(queries, 2);
     const int rows = C::SCORE == ScoreMode::kExact ? p.score_width : queries * group;
     return min(4 * C::WG, ceil_div(rows, 16));
+  }
+  __device__ int num_writers() const {
+    return C::COLLECTS && item.row_block == 0 ? warps_of(item.queries) : 0;
   }
 
   // What one of the score warps does: every SCORERS-th tile.
@@ -203,23 +286,21 @@ struct Sm90Kernel {
     if (lane == 0) mbarrier_arrive(slot_empty(i));
   }
 
-  // Sums P f over rows in bf16 pairs: each lane over the rows it holds of every warp, then lanes
-  // that differ in one bit exchange halves, which leaves lane l with tokens 2 l, 2 l + 1 of 64.
+  // Sums over warps in bf16 pairs, then over the eight lanes that hold the same tokens: lanes that
+  // differ in one bit exchange halves, which leaves lane l with tokens 2 l, 2 l + 1 of 64.
   __device__ void score_hint(int tile, int writers, int i) {
 #pragma unroll 1
     for (int part = 0; part < TN / 64; ++part) {
       uint32_t v[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      uint32_t from = slot(i) + part * 2048 + lane * 16;
+      uint32_t from = slot(i) + part * 1024 + lane * 16;
 #pragma unroll 1
       for (int w = 0; w < writers; ++w, from += C::WARP_BYTES) {
-        uint32_t f[2];
-        load_shared(from + TSTEPS * 512 - part * 2048 - lane * 8, f);
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int half = 0; half < 2; ++half) {
           uint32_t own[4];
-          load_shared(from + t * 512, own);
-          v[2 * t] = fma_bf16x2(own[0], f[0], fma_bf16x2(own[1], f[1], v[2 * t]));
-          v[2 * t + 1] = fma_bf16x2(own[2], f[0], fma_bf16x2(own[3], f[1], v[2 * t + 1]));
+          load_shared(from + half * 512, own);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v[4 * half + j] = add_bf16x2(own[j], v[4 * half + j]);
         }
       }
       if (part == TN / 64 - 1) release_slot(i);
@@ -236,7 +317,7 @@ struct Sm90Kernel {
   __device__ void exchange(uint32_t& low, uint32_t high, int bit) const {
     const bool upper = lane & bit;
     const uint32_t mine = upper ? high : low, other = upper ? low : high;
-    low = fma_bf16x2(mine, 0x3f803f80u, __shfl_xor_sync(kAll, other, bit));
+    low = add_bf16x2(mine, __shfl_xor_sync(kAll, other, bit));
   }
 
   // Codes of the first and last query's rows, [unit, row, 64]; 16 bytes per lane and row in the
@@ -387,8 +468,14 @@ struct Sm90Kernel {
     }
   }
 
-  // Rows behind the request's end may hold anything, and 0 * NaN is NaN: clear them in V.
-  __device__ void clear_tail(int stage, int tile) const {
+  // Makes a tile that arrived ready for the tensor cores. cp.async needs a fence between the two
+  // ways to shared memory. Boxes bring rows behind the request's end, which may hold anything, and
+  // 0 * NaN is NaN: they are cleared in V.
+  __device__ void make_ready(int stage, int tile) const {
+    if constexpr (C::COPY == Copy::kTokens) {
+      fence_async_proxy();
+      return;
+    }
     const int token = first_token + tile * TN, rows = item.length - token;
     if (rows >= TN || (rows & 15) == 0) return;
     const int pieces = (16 - (rows & 15)) * 8 * C::PANELS;
@@ -471,20 +558,34 @@ struct Sm90Kernel {
     return pack<__nv_bfloat16>(pair.x, pair.y);
   }
 
-  // Hands the warp's P to the score warps, while the tensor cores read the same registers.
+  // Two tokens' P of the thread's two rows, weighted and summed.
+  __device__ uint32_t weighted(int t, int i) const {
+    return fma_bf16x2(rounded(t, i), weights[0], mul_bf16x2(rounded(t, i + 1), weights[1]));
+  }
+
+  // Hands the warp's scores to the score warps, while the tensor cores read the registers of P.
   __device__ void leave_scores(int writers, int& count) {
-    if (writers == 0) return;
+    if (writers == 0 || warp >= sharers) return;
     const int i = count % C::SLOTS;
     mbarrier_wait(slot_empty(i), ((count / C::SLOTS) & 1) ^ 1);
     ++count;
     if (warp < writers) {
       const uint32_t to = slot(i) + warp * C::WARP_BYTES;
+      if constexpr (C::SCORE == ScoreMode::kHint) {
 #pragma unroll
-      for (int t = 0; t < TSTEPS; ++t) {
-        const uint32_t own[4] = {rounded(t, 0), rounded(t, 1), rounded(t, 2), rounded(t, 3)};
-        store_shared(to + t * 512 + lane * 16, own);
+        for (int t = 0; t < TSTEPS; t += 2) {
+          const uint32_t sums[4] = {weighted(t, 0), weighted(t, 2), weighted(t + 1, 0),
+                                    weighted(t + 1, 2)};
+          store_shared(to + t * 256 + lane * 16, sums);
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < TSTEPS; ++t) {
+          const uint32_t own[4] = {rounded(t, 0), rounded(t, 1), rounded(t, 2), rounded(t, 3)};
+          store_shared(to + t * 512 + lane * 16, own);
+        }
+        store_shared(to + TSTEPS * 512 + lane * 8, weights);
       }
-      store_shared(to + TSTEPS * 512 + lane * 8, weights);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(slot_full(i));
@@ -505,7 +606,7 @@ struct Sm90Kernel {
       float s[TN / 2];
       Fragments next;
       mbarrier_wait(full(ring.stage), ring.phase);
-      clear_tail(ring.stage, 0);
+      make_ready(ring.stage, 0);
       wgmma_fence();
       multiply_keys(s, ring.stage);
       wgmma_wait<0>();
@@ -518,7 +619,7 @@ struct Sm90Kernel {
       ring.advance();
       for (int tile = 1; tile < end_tile; ++tile) {
         mbarrier_wait(full(ring.stage), ring.phase);
-        clear_tail(ring.stage, tile);
+        make_ready(ring.stage, tile);
         wgmma_settle(o);
         wgmma_fence();
         multiply_keys(s, ring.stage);
@@ -613,12 +714,17 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS)
     kernel.consume();
   } else {
     if constexpr (C::REBALANCE) lower_registers<C::HELPER_REGISTERS>();
-    if (kernel.warp == 4 * C::WG) {
-      prefetch_tensor_map(&k_map);
-      prefetch_tensor_map(&v_map);
-      kernel.produce(&k_map, &v_map);
-    } else if (C::COLLECTS && kernel.warp <= 4 * C::WG + C::SCORERS) {
-      kernel.score_tiles(kernel.warp - 4 * C::WG - 1);
+    const int helper = kernel.warp - 4 * C::WG;
+    if (helper < C::PRODUCERS) {
+      if constexpr (C::COPY == Copy::kTokens) {
+        kernel.produce_tokens(helper);
+      } else {
+        prefetch_tensor_map(&k_map);
+        prefetch_tensor_map(&v_map);
+        kernel.produce_boxes(&k_map, &v_map);
+      }
+    } else if (C::COLLECTS && helper < C::PRODUCERS + C::SCORERS) {
+      kernel.score_tiles(helper - C::PRODUCERS);
     }
   }
 #endif
@@ -648,15 +754,15 @@ const char* launch_sm90(const AttentionParams& p, cudaStream_t stream) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename T, int D, int WG, int TN, int STAGES, int BLOCKS>
+template <typename T, int D, int WG, int TN, int STAGES, int BLOCKS, Copy COPY>
 const char* launch_mode(const AttentionParams& p, cudaStream_t stream) {
   switch (p.score_mode) {
     case ScoreMode::kOff:
-      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, ScoreMode::kOff>>(p, stream);
+      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, COPY, ScoreMode::kOff>>(p, stream);
     case ScoreMode::kHint:
-      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, ScoreMode::kHint>>(p, stream);
+      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, COPY, ScoreMode::kHint>>(p, stream);
     default:
-      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, ScoreMode::kExact>>(p, stream);
+      return launch_sm90<Sm90Config<T, D, WG, TN, STAGES, BLOCKS, COPY, ScoreMode::kExact>>(p, stream);
   }
 }
 
@@ -665,11 +771,13 @@ template <typename T, int D>
 const char* verify_sm90(const AttentionParams& p, cudaStream_t stream) {
   const bool small = p.max_queries * (p.num_heads / p.num_kv_heads) <= 64;
   if constexpr (D == 64) {
-    return small ? launch_mode<T, 64, 1, 64, 5, 2>(p, stream)
-                 : launch_mode<T, 64, 2, 128, 4, 1>(p, stream);
+    return small ? launch_mode<T, 64, 1, 64, 5, 2, Copy::kBoxes>(p, stream)
+                 : launch_mode<T, 64, 2, 128, 4, 1, Copy::kBoxes>(p, stream);
   } else {
-    return small ? launch_mode<T, 128, 1, 64, 6, 1>(p, stream)
-                 : launch_mode<T, 128, 2, 64, 5, 1>(p, stream);
+    if (!small) return launch_mode<T, 128, 2, 64, 5, 1, Copy::kBoxes>(p, stream);
+    return p.path == Path::kSm90Boxes
+               ? launch_mode<T, 128, 1, 64, 6, 1, Copy::kBoxes>(p, stream)
+               : launch_mode<T, 128, 1, 64, 6, 1, Copy::kTokens>(p, stream);
   }
 }
 

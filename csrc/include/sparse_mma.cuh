@@ -174,27 +174,43 @@ struct SparseKernel : MmaKernel<C> {
     cp_async_commit();
   }
 
-  __device__ void run() {
-    Cursor here = ahead;
-    find_coming();
+  // The first copies of every warp. They may run while the kernel in front still does: all that it
+  // may have written is queries, the tail, and workspace.
+  __device__ Lookup begin_copies() {
     Lookup found = look_up();
 #pragma unroll
     for (int i = 0; i < C::STAGES - 1; ++i) {
       const Lookup following = look_up();
+      if (__any_sync(0xffffffffu, found.in_block >= 0)) wait_for_previous_kernel();
       issue(found, i);
       found = following;
     }
-    int stage = 0;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    return found;
+  }
+
+  __device__ void enter(const SparseItem& now) {
+    this->item = now.item;
+    this->list_count = now.list_count;
+    this->list_tiles = now.list_tiles;
+    this->tail_low = now.tail_low;
+    this->first_token = now.first_token;
+    this->tile_end = now.tile_end;
+    this->num_rows = p.num_heads / p.num_kv_heads;
+    this->reset();
+  }
+
+  __device__ void run() {
+    Cursor here = ahead;
+    find_coming();
+    Lookup found = begin_copies();
     SparseItem now;
-    while (next(here, now)) {
-      this->item = now.item;
-      this->list_count = now.list_count;
-      this->list_tiles = now.list_tiles;
-      this->tail_low = now.tail_low;
-      this->first_token = now.first_token;
-      this->tile_end = now.tile_end;
-      this->num_rows = p.num_heads / p.num_kv_heads;
-      this->load_queries();
+    bool any = next(here, now);
+    this->fetch_queries(now.item, this->q);
+    int stage = 0;
+    while (any) {
+      enter(now);
       for (int tile = now.tile; tile < now.tile_end; tile += KVW) {
         const Lookup following = look_up();
         cp_async_wait<C::STAGES - 2>();
@@ -204,11 +220,15 @@ struct SparseKernel : MmaKernel<C> {
         this->compute(tile, stage, 0);
         stage = stage == C::STAGES - 1 ? 0 : stage + 1;
       }
+      // The next item's queries are on their way while this one is merged.
+      const ItemParts parts(now.item, here.unit, slice);
+      any = next(here, now);
+      if (any) this->fetch_queries(now.item, this->q);
       this->finish();
-      if (!now.item.is_whole()) {
-        merge_partials<typename C::T, C::D, 1, 8>(
-            p, ItemParts(now.item, here.unit, slice), now.item, C::ROWS, 0,
-            this->num_rows, threadIdx.x, C::THREADS, this->flag, [] { __syncthreads(); });
+      if (!this->item.is_whole()) {
+        merge_partials<typename C::T, C::D, 1, 8>(p, parts, this->item, C::ROWS, 0, this->num_rows,
+                                                  threadIdx.x, C::THREADS, this->flag,
+                                                  [] { __syncthreads(); });
       }
     }
     cp_async_wait<0>();
@@ -219,15 +239,20 @@ template <typename C>
 __global__ void __launch_bounds__(C::THREADS, 1)
     sparse_attention_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char shared[];
-  wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (!p.overlap) wait_for_previous_kernel();
   SparseKernel<C> kernel(p, shared);
-  if (kernel.start()) kernel.run();
+  if (kernel.start()) {
+    kernel.run();
+  } else {
+    wait_for_previous_kernel();  // or this call could end before the one in front
+  }
 }
 
-// Launched so that the blocks of the next call may take their places while this one ends.
+// Launched so that blocks take their places, and with `overlap` begin, while the kernel in front
+// ends. A kernel lets the next one start only after its own wait, so that whatever starts may rely
+// on all kernels but the one right in front.
 template <typename C>
-const char* launch_sparse(const AttentionParams& p, cudaStream_t stream, bool overlap) {
+const char* launch_sparse(const AttentionParams& p, cudaStream_t stream, bool programmatic) {
   constexpr int kBytes = SparseKernel<C>::SMEM_BYTES;
   static const cudaError_t configured = cudaFuncSetAttribute(
       sparse_attention_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -245,7 +270,7 @@ const char* launch_sparse(const AttentionParams& p, cudaStream_t stream, bool ov
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  config.numAttrs = programmatic ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, sparse_attention_kernel<C>, p);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -106,6 +106,7 @@ def sparse_attention(
     prefix: Tensor,
     scale: float,
     sinks: Tensor | None,
+    overlap: bool,
     out: Tensor,
     lse: Tensor,
     partials: Tensor,

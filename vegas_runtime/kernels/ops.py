@@ -38,7 +38,8 @@ SCHEMAS: Final = {
     "sparse_attention": (
         "(Tensor q, Tensor k, Tensor v, Tensor slots, Tensor counts, Tensor block_table, "
         "Tensor tail_start, Tensor seq_lens, Tensor prefix, float scale, Tensor? sinks, "
-        "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partials, Tensor(d!) counters) -> ()"
+        "bool overlap, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partials, Tensor(d!) counters) "
+        "-> ()"
     ),
     "select": (
         "(Tensor score, Tensor candidates, Tensor budgets, int sinks, int recent, "
@@ -47,7 +48,7 @@ SCHEMAS: Final = {
     ),
 }
 # CUDA paths of verify_attention: the fastest that runs, tensor cores from sm_80 on, Hopper's.
-PATHS: Final = {"auto": 0, "mma": 1, "sm90": 2}
+PATHS: Final = {"auto": 0, "mma": 1, "sm90": 2, "sm90_boxes": 3}
 HEAD_DIMS: Final = (64, 128)
 MAX_QUERIES: Final = 17
 MAX_SPARSE_GROUP: Final = 16
@@ -227,6 +228,7 @@ def sparse_attention(
     lse: Tensor,
     workspace: Workspace,
     sinks: Tensor | None = None,
+    overlap: bool = False,
 ) -> None:
     """One query per request over its selected slots, then every token from `tail_start` on.
 
@@ -245,6 +247,9 @@ def sparse_attention(
         lse: [B, H] float32, written: the next verification's hint.
         workspace: scratch memory.
         sinks: [H] float32, or None.
+        overlap: begin while the kernel in front of this one in the stream still runs (Hopper).
+            A promise that this kernel wrote none of slots, counts, block_table, tail_start,
+            seq_lens, prefix and the listed KV entries; q, the tail and the workspace may be its.
 
     Raises:
         UsageError: a wrong shape, dtype, stride, alignment or device.
@@ -262,7 +267,7 @@ def sparse_attention(
         "sparse_attention",
         why_not_cuda(q, group=q.shape[1] // k.shape[2]),
         *(q, k, v, slots, counts, block_table, tail_start, seq_lens, prefix, scale),
-        *(sinks, out, lse, workspace.partials, workspace.counters),
+        *(sinks, overlap, out, lse, workspace.partials, workspace.counters),
     )
 
 
