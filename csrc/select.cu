@@ -5,10 +5,9 @@
 //
 // 1. keys_kernel: one block per 4096 tokens of a row (layer, request[, KV head]); reads every score
 //    byte once. Limit: memory bandwidth. Left out where the score bytes are the keys (one head).
-// 2. pick_kernel: one block per row, or on sm_90 a cluster of up to eight where rows are few; radix
-//    select over 8 key bits at a time in shared-memory histograms, the last one per warp, so that
-//    every warp knows where its section writes. Limit: issue slots.
-#include <cooperative_groups.h>
+// 2. pick_kernel: one block per row; radix select over 8 key bits at a time in shared-memory
+//    histograms, the last one per warp, so that every warp knows
+//    where its section writes. Limit: L2 and issue slots.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -22,7 +21,6 @@ constexpr int kKeysPerThread = 16;
 constexpr int kPickThreads = 1024;
 constexpr int kPickWarps = kPickThreads / 32;
 constexpr int kCopies = 32;  // one histogram per lane, so that no two lanes meet in a bank
-constexpr int kMaxSplit = 8;  // blocks of a cluster that every GPU with clusters grants
 constexpr float kLog2eSelect = 1.4426950408889634f;
 
 struct SelectRow {
@@ -162,39 +160,8 @@ struct KeyVector {
 template <typename Key>
 struct Pick {
   const Key* keys;
-  int low, high;   // scored positions [low, high); the others are kept anyway
-  int section;     // tokens per warp
-  int first_warp;  // of the block's, counted through the blocks that share the row
-  int block_high;  // where the block's part of [low, high) ends
-};
-
-// The blocks that share a row: one, or a cluster.
-struct RowBlocks {
-  int rank, count;
-  __device__ RowBlocks() : rank(0), count(1) {
-#if __CUDA_ARCH__ >= 900
-    rank = cooperative_groups::this_cluster().block_rank();
-    count = cooperative_groups::this_cluster().num_blocks();
-#endif
-  }
-  // A barrier of all their threads.
-  __device__ void sync() const {
-#if __CUDA_ARCH__ >= 900
-    if (count > 1) {
-      cooperative_groups::this_cluster().sync();
-      return;
-    }
-#endif
-    __syncthreads();
-  }
-  // The same shared variable of block `other`.
-  __device__ int read(int* shared, int other) const {
-#if __CUDA_ARCH__ >= 900
-    return *cooperative_groups::this_cluster().map_shared_rank(shared, other);
-#else
-    return *shared;
-#endif
-  }
+  int low, high;  // scored positions [low, high); the others are kept anyway
+  int section;    // tokens per warp
 };
 
 // Counts scored keys by their higher byte: bins [byte, lane].
@@ -203,9 +170,8 @@ __device__ void count_high_bytes(const Pick<uint16_t>& row, int* bins) {
   __syncthreads();
   constexpr int N = KeyVector<uint16_t>::N;
   int* own = bins + (threadIdx.x & (kCopies - 1));
-  const int begin = row.first_warp * row.section;
 #pragma unroll 2
-  for (int token = begin + threadIdx.x * N; token < row.block_high; token += kPickThreads * N) {
+  for (int token = threadIdx.x * N; token < row.high; token += kPickThreads * N) {
     KeyVector<uint16_t> v;
     v.load(row.keys, token, row.high);
     const bool inner = token >= row.low && token + N <= row.high;
@@ -227,15 +193,10 @@ __device__ int count_low_bytes(const Pick<Key>& row, int prefix, int* bins) {
   __syncthreads();
   constexpr int N = KeyVector<Key>::N;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int begin = (row.first_warp + warp) * row.section;
-  const int end = min_int(begin + row.section, row.high);
+  const int begin = warp * row.section, end = min_int(begin + row.section, row.high);
   int* own = bins + warp * 256;
   int above = 0;
-#if __CUDA_ARCH__ >= 900
   constexpr int kUnroll = sizeof(Key) == 1 ? 1 : 2;  // 32 registers
-#else
-  constexpr int kUnroll = 1;
-#endif
 #pragma unroll kUnroll
   for (int token = begin + lane * N; token < end; token += 32 * N) {
     KeyVector<Key> v;
@@ -257,10 +218,10 @@ __device__ int count_low_bytes(const Pick<Key>& row, int prefix, int* bins) {
   return above;
 }
 
-// The byte of the `wanted`-th largest key of the row, and how many keys have a larger one. Bins lie
-// `byte_stride` apart, copies of a bin `copy_stride`; `totals` is written, one per byte.
-__device__ void find_byte(const RowBlocks& blocks, const int* bins, int byte_stride,
-                          int copy_stride, int wanted, int* totals, int* result) {
+// The byte of the `wanted`-th largest key, and how many keys have a larger one. Bins lie
+// `byte_stride` apart, copies of a bin `copy_stride`.
+__device__ void find_byte(const int* bins, int byte_stride, int copy_stride, int wanted,
+                          int* result) {
   __shared__ int warp_sums[8];
   const int thread = threadIdx.x, lane = thread & 31;
   int own = 0, sum = 0;
@@ -269,16 +230,6 @@ __device__ void find_byte(const RowBlocks& blocks, const int* bins, int byte_str
     for (int c = 0; c < 32; ++c) {
       own += bins[byte * byte_stride + ((c + thread) & 31) * copy_stride];
     }
-    if (blocks.count > 1) totals[thread] = own;
-  }
-  if (blocks.count > 1) {
-    blocks.sync();
-    if (thread < 256) {
-      own = 0;
-      for (int b = 0; b < blocks.count; ++b) own += blocks.read(totals + thread, b);
-    }
-  }
-  if (thread < 256) {
     sum = own;
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, sum, step);
@@ -327,18 +278,14 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
   static_assert(kCopies == kPickWarps, "both histograms use the same memory");
   __shared__ int bins[256 * kCopies];
   __shared__ int found[2];
-  __shared__ int totals[2][256];  // per histogram: other blocks read them when they get there
-  __shared__ int block_sums[2];
   __shared__ int warp_above[kPickWarps], warp_equal[kPickWarps];
-  const RowBlocks blocks;
-  const int which_row = blockIdx.x / blocks.count;
-  const SelectRow which(p, which_row);
+  const SelectRow which(p, blockIdx.x);
   const int candidates = p.candidates[which.request];
   const int forced_low = min_int(p.sinks, candidates);
   const int forced_high = min_int(p.recent, candidates - forced_low);
   const int forced = forced_low + forced_high;
   const int budget = entries_kept(p.budgets[which.request], candidates, forced, p.capacity);
-  if (which.layer == 0 && which.head <= 0 && blocks.rank == 0 && threadIdx.x == 0) {
+  if (which.layer == 0 && which.head <= 0 && threadIdx.x == 0) {
     p.counts[which.request] = budget;
   }
   if (candidates <= 0) return;
@@ -348,22 +295,17 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
     row.keys = static_cast<const uint8_t*>(p.score) + which.layer * p.layer_stride +
                which.request * p.batch_stride + max_int(which.head, 0) * p.head_stride;
   } else {
-    row.keys = p.keys + which_row * p.key_row_stride;
+    row.keys = p.keys + blockIdx.x * p.key_row_stride;
   }
   row.low = forced_low;
   row.high = candidates - forced_high;
   constexpr int kStep = 32 * KeyVector<Key>::N;
-  row.section = ceil_div(ceil_div(candidates, kPickWarps * blocks.count), kStep) * kStep;
-  row.first_warp = blocks.rank * kPickWarps;
-  row.block_high = blocks.rank + 1 == blocks.count
-                       ? row.high
-                       : min_int(row.high, (row.first_warp + kPickWarps) * row.section);
+  row.section = ceil_div(ceil_div(candidates, kPickWarps), kStep) * kStep;
 
   // The threshold: `wanted` scored keys are at or above it, `quota` of its ties are kept.
   const int wanted = budget - forced;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int begin = (row.first_warp + warp) * row.section;
-  const int end = min_int(begin + row.section, candidates);
+  const int begin = warp * row.section, end = min_int(begin + row.section, candidates);
   // Entries of the section that are kept whatever they score.
   const int scored = max_int(0, min_int(end, row.high) - max_int(begin, row.low));
   int above_count = max_int(0, end - begin) - scored, equal_count = 0;
@@ -376,13 +318,13 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
     int prefix = 0, left = wanted;
     if constexpr (sizeof(Key) == 2) {
       count_high_bytes(row, bins);
-      find_byte(blocks, bins, kCopies, 1, left, totals[0], found);
+      find_byte(bins, kCopies, 1, left, found);
       prefix = found[0];
       left -= found[1];
       __syncthreads();
     }
     const int larger = count_low_bytes<Key>(row, prefix, bins);
-    find_byte(blocks, bins, 1, 256, left, totals[1], found);
+    find_byte(bins, 1, 256, left, found);
     const int byte = found[0];
     threshold = prefix * 256 + byte;
     quota = left - found[1];
@@ -401,20 +343,8 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
     above_before += warp_above[w];
     equal_before += warp_equal[w];
   }
-  if (blocks.count > 1) {
-    if (threadIdx.x == kPickThreads - 1) {
-      block_sums[0] = above_before + above_count;
-      block_sums[1] = equal_before + equal_count;
-    }
-    blocks.sync();
-    for (int b = 0; b < blocks.rank; ++b) {
-      above_before += blocks.read(block_sums, b);
-      equal_before += blocks.read(block_sums + 1, b);
-    }
-    blocks.sync();  // a block may not end while others read from it
-  }
 
-  int32_t* slots = p.slots + which_row * p.slots_row_stride;
+  int32_t* slots = p.slots + blockIdx.x * p.slots_row_stride;
   const int32_t* table = p.block_table ? p.block_table + which.request * p.table_stride : nullptr;
   for (int start = begin; start < end; start += kStep) {
     const int token = start + lane * KeyVector<Key>::N;
@@ -453,36 +383,6 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
   }
 }
 
-// Blocks per row: rows should keep every multiprocessor busy several times over, and a warp's
-// section should be two steps or more.
-int blocks_per_row(const SelectParams& p, int rows, int step) {
-  int device = 0, units = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&units, cudaDevAttrMultiProcessorCount, device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  int split = 1;
-  while (major >= 9 && split < kMaxSplit && rows * split < 8 * units &&
-         4 * split * kPickWarps * step <= p.length) {
-    split *= 2;
-  }
-  return split;
-}
-
-template <typename Key>
-cudaError_t launch_pick(const SelectParams& p, int rows, cudaStream_t stream) {
-  const int split = blocks_per_row(p, rows, 32 * KeyVector<Key>::N);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(split), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = rows * split;
-  config.blockDim = kPickThreads;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = split > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, pick_kernel<Key>, p);
-}
-
 const char* select(const SelectParams& p, void* stream) {
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
   const int rows = p.layers * p.batch * (p.per_head ? p.num_kv_heads : 1);
@@ -490,17 +390,15 @@ const char* select(const SelectParams& p, void* stream) {
   const bool bytes_are_keys = p.exact_width == 0 && !p.score_is_bf16 &&
                               (p.per_head || p.num_kv_heads == 1);
   if (bytes_are_keys) {
-    const cudaError_t error = launch_pick<uint8_t>(p, rows, s);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    pick_kernel<uint8_t><<<rows, kPickThreads, 0, s>>>(p);
   } else {
     const dim3 grid(ceil_div(p.length, kKeyThreads * kKeysPerThread), rows);
     const int bytes = p.exact_width * p.num_kv_heads * static_cast<int>(sizeof(float));
     keys_kernel<<<grid, kKeyThreads, bytes, s>>>(p);
-    const cudaError_t scored = cudaGetLastError();
-    if (scored != cudaSuccess) return cudaGetErrorString(scored);
-    const cudaError_t error = launch_pick<uint16_t>(p, rows, s);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    pick_kernel<uint16_t><<<rows, kPickThreads, 0, s>>>(p);
   }
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace vegas

@@ -5,9 +5,9 @@ namespace vegas {
 
 const char* verify_attention(const AttentionParams& p, void* stream) {
   const bool takes = p.path != Path::kMma && verify_attention_sm90_takes(p);
-  const bool asked = p.path == Path::kSm90 || p.path == Path::kSm90Boxes;
-  if (asked && !takes) return "not a Hopper GPU, or a stride between KV heads that"
-                                              " is no multiple of 64 elements";
+  if (p.path == Path::kSm90 && !takes) {
+    return "not a Hopper GPU, or KV heads that are no multiple of 64 elements apart";
+  }
   // The choice may not look at the score mode: output must not depend on whether scores are
   // collected, to the bit.
   return takes ? verify_attention_sm90(p, stream) : verify_attention_mma(p, stream);

@@ -24,7 +24,7 @@ struct KvCache {
 };
 
 // kAuto: the fastest that runs here. The others exist for tests and measurements.
-enum class Path : int32_t { kAuto = 0, kMma = 1, kSm90 = 2, kSm90Boxes = 3 };
+enum class Path : int32_t { kAuto = 0, kMma = 1, kSm90 = 2 };
 
 struct AttentionParams {
   const void* q;  // [T, H, D]

@@ -2,13 +2,14 @@
 //
 //   S = Q K^T;  P = 2^(S c - m);  O += P V;  score[t] = sum over collected rows of P f
 //
-// A block owns an equal slice of all work, in tiles of TN tokens of one (request, KV head). One
-// warp copies tiles with the bulk tensor engine, 16 tokens at a time: one box of K and V where they
-// lie side by side, else one of each and eight tokens. Boxes are few and large because each takes
-// its warp about 120 clocks to issue. WG consumer warpgroups hold 64 packed rows each (Q, S, P and
-// O in registers, K and V from shared memory). Q K^T of the next tile and P V of the last one are in
-// flight while softmax runs. To collect, a consumer warp leaves its registers of P in shared memory;
-// score warps reduce, code and store them, off the critical path.
+// A block owns an equal slice of all work, in tiles of TN tokens of one (request, KV head). WG
+// consumer warpgroups hold 64 packed rows each (Q, S, P and O in registers, K and V from shared
+// memory). Q K^T of the next tile and P V of the last one are in flight while softmax runs. Helper
+// warps copy tiles: with the bulk tensor engine, 16 tokens at a time (one box of K and V where they
+// lie side by side, else one of each and eight tokens; boxes are few and large because each takes
+// its warp about 120 clocks to issue), or at d 128 up to 64 rows by cp.async, which is faster there
+// (KERNEL_LOG.md). To collect, a consumer warp leaves its registers of P in shared memory; score
+// warps reduce, code and store them, off the critical path.
 //
 // Limit: memory bandwidth; at d 64 and 128 rows also exponentials and tensor cores (58 % each).
 #pragma once
@@ -774,10 +775,8 @@ const char* verify_sm90(const AttentionParams& p, cudaStream_t stream) {
     return small ? launch_mode<T, 64, 1, 64, 5, 2, Copy::kBoxes>(p, stream)
                  : launch_mode<T, 64, 2, 128, 4, 1, Copy::kBoxes>(p, stream);
   } else {
-    if (!small) return launch_mode<T, 128, 2, 64, 5, 1, Copy::kBoxes>(p, stream);
-    return p.path == Path::kSm90Boxes
-               ? launch_mode<T, 128, 1, 64, 6, 1, Copy::kBoxes>(p, stream)
-               : launch_mode<T, 128, 1, 64, 6, 1, Copy::kTokens>(p, stream);
+    return small ? launch_mode<T, 128, 1, 64, 6, 1, Copy::kTokens>(p, stream)
+                 : launch_mode<T, 128, 2, 64, 5, 1, Copy::kBoxes>(p, stream);
   }
 }
 

@@ -48,7 +48,7 @@ SCHEMAS: Final = {
     ),
 }
 # CUDA paths of verify_attention: the fastest that runs, tensor cores from sm_80 on, Hopper's.
-PATHS: Final = {"auto": 0, "mma": 1, "sm90": 2, "sm90_boxes": 3}
+PATHS: Final = {"auto": 0, "mma": 1, "sm90": 2}
 HEAD_DIMS: Final = (64, 128)
 MAX_QUERIES: Final = 17
 MAX_SPARSE_GROUP: Final = 16
