@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vegas_runtime.backend import Engine, open_backend
+from vegas_runtime.backend import Capacity, Engine, open_backend
 from vegas_runtime.errors import BudgetSpentError, NoValidTrialError, UsageError, VegasError
 from vegas_runtime.profile import Profile, write_profile
 from vegas_runtime.profile_sections import Artifact, Selected
@@ -23,6 +23,7 @@ from vegas_tune.cells import (
 from vegas_tune.evidence import RECORDS_NAME, cell_records_name
 from vegas_tune.fleet_tune import identity
 from vegas_tune.laboratory import Laboratory
+from vegas_tune.plan import gamma_ladder
 from vegas_tune.publish import build_profile, creation_time
 from vegas_tune.request import SweepRequest
 from vegas_tune.study import RunFolder
@@ -68,14 +69,7 @@ def run(request: SweepRequest, progress: SweepProgress, *, shares: bool = False)
     with progress:
         try:
             opened_s = time.monotonic()
-            engine, reason = open_backend(
-                request.backend,
-                model=request.model,
-                max_num_speculative_tokens=max(request.gammas or (request.max_gamma,)),
-                dtype=request.dtype,
-                device=request.device,
-                report=progress.waiting,
-            )
+            engine, reason = _open(request, progress)
             try:
                 progress.note(f"backend: {reason}")
                 load_s = time.monotonic() - opened_s
@@ -88,6 +82,27 @@ def run(request: SweepRequest, progress: SweepProgress, *, shares: bool = False)
             raise KeyboardInterrupt(
                 f"Everything measured is kept; go on with: {progress.resume_command}"
             ) from None
+
+
+def _open(request: SweepRequest, progress: SweepProgress) -> tuple[Engine, str]:
+    """One engine for the largest of the cells, and with it for all."""
+    gammas = request.gammas or gamma_ladder(request.max_gamma)
+    longest = max(cell.context for cell in request.cells) + request.spec.max_new_tokens
+    return open_backend(
+        request.backend,
+        model=request.model,
+        max_num_speculative_tokens=max(gammas),
+        dtype=request.dtype,
+        device=request.device,
+        capacity=Capacity(
+            batch_size=max(cell.batch for cell in request.cells),
+            max_model_len=longest,
+            gammas=(0, *sorted(set(gammas) - {0})),
+            max_ratio=max(request.ratios),
+            config=request.base,
+        ),
+        report=progress.waiting,
+    )
 
 
 class CellSweeps:
@@ -147,9 +162,12 @@ class CellSweeps:
 
     def _sweep(self, cell: CellKey, num_left: int) -> tuple[SweepResult, Workload]:
         """One cell's sweep, with an equal part of what time is left."""
+        first = self._request.spec.batch_size
         request = replace(
             self._request,
             spec=replace(self._request.spec, batch_size=cell.batch, context_len=cell.context),
+            # As many steps as in the first cell.
+            tokens=max(1, self._request.tokens * cell.batch // first),
             budget_s=max(self._request.budget_s - self._spent_s, 1.0) / num_left,
         )
         limit = self._engine.info.model.get("max_model_len")

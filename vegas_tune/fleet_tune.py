@@ -22,7 +22,7 @@ from vegas_tune.fleet import (
     remote_blocks,
     worker_command,
 )
-from vegas_tune.plan import Plan
+from vegas_tune.plan import Plan, gamma_ladder
 from vegas_tune.request import SweepRequest
 from vegas_tune.storage import open_storage, shown
 from vegas_tune.study import RunFolder
@@ -206,5 +206,8 @@ def _request_facts(request: SweepRequest) -> dict[str, Any]:
         "backend": request.backend,
         "dtype": request.dtype,
         "max_gamma": max(request.gammas or (request.max_gamma,)),
+        "gammas": list(request.gammas or gamma_ladder(request.max_gamma)),
+        "ratios": list(request.ratios),
+        "base": request.base.to_dict(),
         "spec": spec,
     }

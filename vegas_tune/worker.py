@@ -11,16 +11,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from vegas_runtime.backend import Engine, PromptBlock, open_backend
-from vegas_runtime.config import SamplingConfig
+from vegas_runtime.backend import (
+    Capacity,
+    Engine,
+    PromptBlock,
+    find_checkpoint,
+    open_backend,
+    open_vllm,
+    resolve_backend,
+)
+from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_tune.board import Board, Task
 from vegas_tune.laboratory import Failed, Performer
 from vegas_tune.plan import Plan
 from vegas_tune.storage import GRACE_S, HEARTBEAT_S, is_connection_loss, open_storage
 from vegas_tune.workload_spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from vegas_tune.workload import Workload
 
 # Looking for work: at once after work was found, then ever more rarely.
 FIRST_POLL_S: Final = 0.01
@@ -117,45 +128,79 @@ def _open(
     board: Board, *, model: str | None, data: Path | None, device: str, report: Report
 ) -> tuple[Engine, Sequence[PromptBlock]]:
     """The engine and prompts that the run is about; the first worker tells the sweep of them."""
-    request = board.fact("request")
-    engine, reason = open_backend(
-        request["backend"],
-        model=model or request["model"],
-        max_num_speculative_tokens=request["max_gamma"],
-        dtype=request["dtype"],
-        device=device,
-        report=report,
-    )
+    request = {**board.fact("request")}
+    request["model"] = model or request["model"]
+    backend, reason = resolve_backend(request["backend"])
     report(f"backend: {reason}")
-    blocks, facts = _prompts(engine, request, data)
-    if board.fact("facts") is None:
-        board.set_fact("facts", asdict(facts))
-    return engine, blocks
+    if backend == "vllm":
+        engine, workload = _open_vllm(request, data, report)
+    else:
+        engine, _ = open_backend(
+            backend,
+            model=request["model"],
+            max_num_speculative_tokens=request["max_gamma"],
+            dtype=request["dtype"],
+            device=device,
+            report=report,
+        )
+        if backend == "replay":
+            return _replayed(board, engine)
+        workload = _workload(request, data, engine.tokenizer, engine.info.model)
+    _tell(board, engine, workload.blocks, workload)
+    return engine, workload.blocks
 
 
-def _prompts(
-    engine: Engine, request: Mapping[str, Any], data: Path | None
-) -> tuple[Sequence[PromptBlock], Facts]:
-    info = asdict(engine.info)
-    if engine.info.backend == "replay":
-        from vegas_runtime.replay import ReplayEngine
+def _open_vllm(
+    request: Mapping[str, Any], data: Path | None, report: Report
+) -> tuple[Engine, Workload]:
+    """vLLM, sized for the prompts, which are therefore made first."""
+    checkpoint = find_checkpoint(request["model"], dtype=request["dtype"], report=report)
+    workload = _workload(request, data, checkpoint.tokenizer, checkpoint.facts)
+    capacity = Capacity.of(
+        workload.blocks,
+        gammas=request["gammas"],
+        ratios=request["ratios"],
+        config=SpeculationConfig.from_dict(request["base"]),
+    )
+    return open_vllm(checkpoint, capacity, report=report), workload
 
-        assert isinstance(engine, ReplayEngine)
-        return engine.blocks, Facts(info, {}, _block_facts(engine.blocks), {}, 1)
+
+def _workload(
+    request: Mapping[str, Any], data: Path | None, tokenizer: Any, model: Mapping[str, Any]
+) -> Workload:
     from vegas_tune.workload import build_workload
 
     values = dict(request["spec"])
     values["sampling"] = SamplingConfig(**values["sampling"])
     path = data or values["path"]
     values["path"] = Path(path) if path else None
-    workload = build_workload(
-        WorkloadSpec(**values),
-        engine.tokenizer,
-        max_model_len=engine.info.model.get("max_model_len"),
+    return build_workload(
+        WorkloadSpec(**values), tokenizer, max_model_len=model.get("max_model_len")
     )
-    described = workload.describe()
-    blocks = _block_facts(workload.blocks)
-    return workload.blocks, Facts(info, described, blocks, workload.mix, workload.replays)
+
+
+def _replayed(board: Board, engine: Engine) -> tuple[Engine, Sequence[PromptBlock]]:
+    from vegas_runtime.replay import ReplayEngine
+
+    assert isinstance(engine, ReplayEngine)
+    _tell(board, engine, engine.blocks, None)
+    return engine, engine.blocks
+
+
+def _tell(
+    board: Board, engine: Engine, blocks: Sequence[PromptBlock], workload: Workload | None
+) -> None:
+    """Tell the sweep of engine and prompts, unless another worker has."""
+    if board.fact("facts") is not None:
+        return
+    facts = Facts(
+        info=asdict(engine.info),
+        workload={} if workload is None else workload.describe(),
+        blocks=_block_facts(blocks),
+        mix={} if workload is None else workload.mix,
+        replays=1 if workload is None else workload.replays,
+    )
+    board.set_fact("facts", asdict(facts))
 
 
 def _block_facts(blocks: Sequence[PromptBlock]) -> list[dict[str, Any]]:
