@@ -254,3 +254,55 @@ def test_help_documents_every_exit_code() -> None:
     text = run("--help", check=0).stdout
     for code in sorted(set(EXIT_CODES.values())):
         assert re.search(rf"\b{code} ", text), code
+
+
+# ------------------------------------------------------------------ several workers
+
+
+def test_two_workers_leave_a_profile_like_one_does(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = sweep_arguments(tiny, folder, "--workers", "2", "--budget", "40s", "--json")
+    process = run(*arguments)
+    assert process.returncode in (EXIT_CODES["ok"], EXIT_CODES["inconclusive"]), process.stderr
+    document = json.loads(process.stdout)
+    assert document["backend"] == "reference on 2 workers"
+    profile = load_profile(folder / "profile.yaml")
+    assert profile.protocol is not None
+    assert profile.protocol.other["places"] == 2
+    # Each point once per place, retries aside, and nobody left behind.
+    records = [path.name for path in (folder / "records").glob("*.a0.z")]
+    second = [name for name in records if ".p1." in name]
+    assert len(second) == len(records) / 2 > 0
+    assert not _alive(folder.name)
+    run("check", folder / "profile.yaml", "--replay-only", check=0)
+
+    again = run(*arguments)
+    assert again.returncode == process.returncode, again.stderr
+    assert json.loads(again.stdout)["num_measurements"] == document["num_measurements"]
+
+
+def _alive(run_name: str) -> list[str]:
+    """Command lines of workers of a run that still live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "worker" in words and run_name in words:
+            found.append(" ".join(words))
+    return found
+
+
+def test_sqlite_with_two_workers_is_a_usage_error_with_the_reason(
+    tiny: Path, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path / 'x.db'}"
+    arguments = sweep_arguments(tiny, tmp_path / "run", "--workers", "2", "--storage", url)
+    process = run(*arguments, check=EXIT_CODES["usage"])
+    assert "cannot lock a row" in process.stderr
+
+
+def test_a_worker_without_a_run_says_how_to_start_one(tmp_path: Path) -> None:
+    process = run("worker", "--storage", "redis://nowhere", check=EXIT_CODES["usage"])
+    assert "no storage known here" in process.stderr
