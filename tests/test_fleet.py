@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -135,8 +136,13 @@ def _workers(url: str, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     finally:
         for process in processes:
             process.kill()
-            if process.stderr is not None and not process.stderr.closed:
-                process.communicate()
+            _bury(process)
+
+
+def _bury(process: subprocess.Popen[str]) -> None:
+    """Wait for a dead process and close its pipes, once."""
+    if not all(pipe is None or pipe.closed for pipe in (process.stdout, process.stderr)):
+        process.communicate()
 
 
 def _wait(sweep: subprocess.Popen[str]) -> str:
@@ -196,9 +202,10 @@ def _wait_for_records(folder: Path, sweep: subprocess.Popen[str], *, more: int) 
         time.sleep(0.02)
 
 
-def _killed_now_and_then(url: str, folder: Path, num_kills: int, seed: int) -> str:
-    """A sweep whose processes are killed at random moments, each time another one of them."""
+def _killed_now_and_then(url: str, folder: Path, num_kills: int, seed: int) -> tuple[str, int]:
+    """A sweep whose processes are killed at random moments; what it decides, and how many were."""
     chance = random.Random(seed)
+    killed = 0
     sweep = _sweep(url, folder)
     with _workers(url, folder) as workers:
         for _ in range(num_kills):
@@ -206,29 +213,39 @@ def _killed_now_and_then(url: str, folder: Path, num_kills: int, seed: int) -> s
             victim = chance.choice([sweep, *workers])
             if victim.poll() is None:
                 victim.send_signal(signal.SIGKILL)
-                victim.communicate()
+                _bury(victim)
+                killed += 1
             if sweep.poll() not in (None, 0):
+                _bury(sweep)
                 sweep = _sweep(url, folder)
             for number, worker in enumerate(workers):
                 if worker.poll() is not None:
+                    _bury(worker)
                     workers[number] = _worker(url, folder)
             if sweep.poll() == 0:
                 break
-        return _wait(sweep)
+        return _wait(sweep), killed
 
 
 def test_kill_9_at_random_moments_changes_nothing(tmp_path: Path, reference: str) -> None:
     folder, url = tmp_path / "run", f"journal:{tmp_path / 'board.journal'}"
-    assert _killed_now_and_then(url, folder, num_kills=5, seed=1) == reference
+    decided, killed = _killed_now_and_then(url, folder, num_kills=5, seed=1)
+    assert decided == reference
+    assert killed > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_kill_9_at_50_random_moments_changes_nothing(tmp_path: Path, reference: str) -> None:
-    for number in range(10):
+    killed = 0
+    for number in itertools.count():
+        if killed >= 50:
+            break
         folder = tmp_path / f"run{number}"
         url = f"journal:{tmp_path / f'board{number}.journal'}"
-        assert _killed_now_and_then(url, folder, num_kills=5, seed=number) == reference
+        decided, more = _killed_now_and_then(url, folder, num_kills=5, seed=number)
+        assert decided == reference
+        killed += more
 
 
 # ------------------------------------------------------------------ the parts
