@@ -11,6 +11,11 @@ from vllm_process import VllmProcess, need_vllm, write_model
 from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
 from vegas_runtime.errors import ModelError
 
+# Processes that tests start import the checkout's packages and `benchmarks`, however it is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+)
+
 # Without a GPU Triton's kernels run in its interpreter, which is chosen when they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
