@@ -11,7 +11,7 @@ from vllm_process import VllmProcess, need_vllm, write_model
 from vegas_runtime.engine.loading import ModelSource, fetch, resolve_model
 from vegas_runtime.errors import ModelError
 
-# Processes that tests start import the checkout's packages and `benchmarks`, however it is installed.
+# Processes that tests start import the checkout's packages and `benchmarks` as well.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 )
