@@ -29,7 +29,9 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         source: Checkpoint, capacity: Capacity, *, is_stock: bool = False, **_: Any
     ) -> VllmEngine:
         started.append(is_stock)
-        seed = len(started)
+        # By what an engine is, not by when it starts: they start side by side. The pass behind
+        # `acceptance_length` is short (6 % wide), so a bound below needs one fixed course.
+        seed = 4000 + 2 * capacity.batch_size + is_stock
 
         def launch(stock: bool) -> Any:
             return InlineChild(clock, seed=seed)
@@ -67,8 +69,7 @@ def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_p
     assert _by_claim(rows, "plugin_gamma0_vs_stock")["b4"].value == pytest.approx(1.0, abs=0.05)
     p = FAST.agreement(0.07)
     length = _by_claim(rows, "acceptance_length")["b8 gamma 6, ratio 0.07"]
-    # A pass ends by the clock: on a busy machine it holds too few iterations for less than this.
-    assert length.value == pytest.approx(1 + sum(p**i for i in range(1, 7)), rel=0.1)
+    assert length.value == pytest.approx(1 + sum(p**i for i in range(1, 7)), rel=0.03)
     assert length.low is not None
     assert length.low < length.value
     # 4 or 8 requests decode in the same time here, so the best setting is the same; it drafts.
