@@ -67,21 +67,16 @@ def run(request: SweepRequest, progress: SweepProgress, *, shares: bool = False)
             hint="Use the stdlib workload, or one --batch and no --context.",
         )
     with progress:
+        opened_s = time.monotonic()
+        engine, reason = _open(request, progress)
         try:
-            opened_s = time.monotonic()
-            engine, reason = _open(request, progress)
-            try:
-                progress.note(f"backend: {reason}")
-                load_s = time.monotonic() - opened_s
-                folder = run_folder(request, identity(request))
-                sweeps = CellSweeps(request, progress, engine, folder, load_s)
-                return sweeps.run(request.cells, reason)
-            finally:
-                engine.close()
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Everything measured is kept; go on with: {progress.resume_command}"
-            ) from None
+            progress.note(f"backend: {reason}")
+            load_s = time.monotonic() - opened_s
+            folder = run_folder(request, identity(request))
+            sweeps = CellSweeps(request, progress, engine, folder, load_s)
+            return sweeps.run(request.cells, reason)
+        finally:
+            engine.close()
 
 
 def _open(request: SweepRequest, progress: SweepProgress) -> tuple[Engine, str]:

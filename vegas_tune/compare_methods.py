@@ -127,12 +127,7 @@ def run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
         KeyboardInterrupt: interrupted; everything measured is kept.
     """
     with progress:
-        try:
-            return _run(request, progress)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Everything measured is kept; go on with: {progress.resume_command}"
-            ) from None
+        return _run(request, progress)
 
 
 def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:

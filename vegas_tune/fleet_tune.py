@@ -64,12 +64,7 @@ def run(
     if num_workers < 1:
         raise UsageError(f"--workers is {num_workers}; at least 1 is needed.")
     with progress:
-        try:
-            return _run(request, progress, storage, num_workers)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Everything measured is kept; go on with: {progress.resume_command}"
-            ) from None
+        return _run(request, progress, storage, num_workers)
 
 
 def _run(

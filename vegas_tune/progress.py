@@ -27,6 +27,8 @@ _QUIET_S: Final = 15.0
 class SweepProgress:
     """Tells a sweep's progress; a context manager that owns the live line.
 
+    An interrupt that leaves it says how to go on.
+
     Args:
         resume_command: shown when the user interrupts.
     """
@@ -51,6 +53,10 @@ class SweepProgress:
     ) -> None:
         if self._status is not None:
             self._status.stop()
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(
+                f"Everything measured is kept; go on with: {self.resume_command}"
+            ) from None
 
     def note(self, message: str) -> None:
         """A lasting line."""

@@ -131,12 +131,7 @@ def run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
         KeyboardInterrupt: interrupted; everything measured is kept.
     """
     with progress:
-        try:
-            return _run(request, progress)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"Everything measured is kept; go on with: {progress.resume_command}"
-            ) from None
+        return _run(request, progress)
 
 
 def _run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
