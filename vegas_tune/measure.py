@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -159,16 +159,11 @@ def request_counts(run: Run) -> dict[int, Counts]:
     The warm-up steps are left out. Steps of a batch that is no longer full count: how many
     requests run beside it does not change what a request accepts.
     """
-    decoding = [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]
     accepted_sum: Counter[int] = Counter()
     drafts: Counter[int] = Counter()
-    for step in decoding:
-        for request, drafted, kept in zip(
-            step.request_ids, step.num_draft_tokens, step.num_accepted_tokens, strict=True
-        ):
-            if drafted:
-                drafts[request] += 1
-                accepted_sum[request] += kept
+    for request, _, kept in _verifications(run):
+        drafts[request] += 1
+        accepted_sum[request] += kept
     return {request: Counts(accepted_sum[request], count) for request, count in drafts.items()}
 
 
@@ -212,9 +207,7 @@ def survival(runs: Iterable[Run]) -> tuple[float, ...]:
     gamma = 0
     for run in runs:
         gamma = run.config.num_speculative_tokens
-        for step in [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]:
-            pairs = zip(step.num_draft_tokens, step.num_accepted_tokens, strict=True)
-            kept.extend(count for drafted, count in pairs if drafted == gamma)
+        kept.extend(count for _, drafted, count in _verifications(run) if drafted == gamma)
     return tuple(metrics.survival(kept, gamma)) if kept else ()
 
 
@@ -232,13 +225,10 @@ def position_acceptance(passes: Iterable[tuple[int, Run]]) -> tuple[Estimate, ..
     reached: dict[tuple[int, int], FloatArray] = {}
     for block, run in passes:
         gamma = run.config.num_speculative_tokens
-        for step in [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]:
-            for request, drafted, kept in zip(
-                step.request_ids, step.num_draft_tokens, step.num_accepted_tokens, strict=True
-            ):
-                if drafted and drafted == gamma:
-                    own = reached.setdefault((block, request), np.zeros(gamma + 1))
-                    own[: kept + 1] += 1
+        for request, drafted, kept in _verifications(run):
+            if drafted == gamma:
+                own = reached.setdefault((block, request), np.zeros(gamma + 1))
+                own[: kept + 1] += 1
     if not reached:
         return ()
     counts = np.stack(list(reached.values()))
@@ -256,6 +246,16 @@ def position_acceptance(passes: Iterable[tuple[int, Run]]) -> tuple[Estimate, ..
             Estimate(est=est, low=min(float(low), est), high=max(float(high), est), n=len(counts))
         )
     return tuple(estimates)
+
+
+def _verifications(run: Run) -> Iterator[tuple[int, int, int]]:
+    """Request, drafted and accepted tokens of every verification of drafts after the warm-up."""
+    for step in [step for step in run.steps if step.kind == "decode"][WARMUP_STEPS:]:
+        for request, drafted, kept in zip(
+            step.request_ids, step.num_draft_tokens, step.num_accepted_tokens, strict=True
+        ):
+            if drafted:
+                yield request, drafted, kept
 
 
 def resample_weights(count: int, seed: int, num_resamples: int = NUM_RESAMPLES) -> FloatArray:
