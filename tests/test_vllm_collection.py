@@ -288,6 +288,21 @@ def test_paths_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         make_collector(wide, make_config(num_speculative_tokens=15), path="fused")
 
 
+def test_a_batch_that_must_not_show_leaves_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(paths, "why_not_fa3", lambda device: None)
+    collector = make_collector(CASE, make_config(), path="auto", draft_path="auto")
+    assert (collector.path, collector.draft_path) == ("fa3", "fa3")
+    assert "VLLM_BATCH_INVARIANT" in collector.reason
+    assert "VLLM_BATCH_INVARIANT" in collector.draft_reason
+    for asked in ({"path": "fused"}, {"path": "triton"}, {"draft_path": "kernel"}):
+        with pytest.raises(ConfigError, match="cannot run here: VLLM_BATCH_INVARIANT"):
+            make_collector(CASE, make_config(), **{"path": "fa3", "draft_path": "fa3"} | asked)
+    monkeypatch.setattr(paths, "why_not_fa3", lambda device: "no FlashAttention-3 on this GPU")
+    with pytest.raises(ConfigError, match="only FlashAttention-3 serves Vegas then: no Flash"):
+        make_collector(CASE, make_config(), path="auto")
+
+
 def test_budgets_beyond_the_buffers() -> None:
     collector = make_collector(CASE, make_config(sparsity_ratio=0.1), path="triton")
     assert collector.max_budget == math.ceil(0.1 * 152)

@@ -247,7 +247,7 @@ class VegasAttentionImpl(FlashAttentionImpl):
                 out=output[: split.num_short_tokens],
                 # Made for exactly the whole batch; FA3 makes its own where it is cut.
                 scheduler_metadata=metadata.scheduler_metadata if is_whole else None,
-                num_splits=metadata.max_num_splits if is_whole else 0,
+                num_splits=metadata.max_num_splits if is_whole else self._free_splits,
                 sinks=self.sinks,
             )
         if not is_whole:
@@ -255,6 +255,11 @@ class VegasAttentionImpl(FlashAttentionImpl):
         if self.layer_index == inputs.num_layers - 1:
             collector.end_step(block_table=table)
         return output
+
+    @property
+    def _free_splits(self) -> int:
+        """Splits where vLLM planned none: 1 where the batch must not show, else FA3's choice."""
+        return 1 if self.batch_invariant_enabled else 0
 
     def _run_long(
         self,
@@ -285,6 +290,7 @@ class VegasAttentionImpl(FlashAttentionImpl):
             causal=True,
             block_table=table,
             return_softmax_lse=True,
+            num_splits=self._free_splits,
             fa_version=self.vllm_flash_attn_version,
             s_aux=self.sinks,
         )

@@ -129,15 +129,30 @@ class KernelDraft:
 
 
 class FlashDraft:
-    """FlashAttention-3 over pages of one entry, or of 16 tokens where lists are made of those."""
+    """FlashAttention-3 over pages of one entry, or of 16 tokens where lists are made of those.
+
+    Args:
+        shape: the layers.
+        limits: the largest step.
+        device: where.
+        attend: vLLM's `flash_attn_varlen_func`.
+        num_splits: most splits of a request's entries; 1 makes the order of sums its own.
+    """
 
     with_tail = True
 
     def __init__(
-        self, shape: AttentionShape, limits: Limits, device: torch.device, *, attend: Any
+        self,
+        shape: AttentionShape,
+        limits: Limits,
+        device: torch.device,
+        *,
+        attend: Any,
+        num_splits: int = GRAPH_SPLITS,
     ) -> None:
         self._scale = shape.scale
         self._attend = attend
+        self._num_splits = num_splits
         starts = limits.max_batch * shape.num_kv_heads + 1
         self._starts = torch.arange(starts, dtype=torch.int32, device=device)
         self.num_bytes = self._starts.nbytes
@@ -197,7 +212,7 @@ class FlashDraft:
             softmax_scale=self._scale,
             causal=True,
             block_table=pages,
-            num_splits=GRAPH_SPLITS,
+            num_splits=self._num_splits,
             s_aux=sinks,
             fa_version=3,
         )

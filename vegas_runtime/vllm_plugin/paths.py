@@ -7,6 +7,7 @@ Collection must cost less than the pass it saves, so the order is by measured ti
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from vegas_runtime.config import Rows
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.kernels import build, ops
 from vegas_runtime.vllm_plugin.draft_attention import (
+    GRAPH_SPLITS,
     DraftPath,
     FlashDraft,
     KernelDraft,
@@ -33,6 +35,7 @@ from vegas_runtime.vllm_plugin.verification import (
 VERIFY_PATHS: Final = ("fused", "fused_exact", "fa3", "triton")
 _WITHOUT_SCORES: Final = ("fa3", "fused", "triton")
 DRAFT_PATHS: Final = ("kernel", "fa3", "triton")
+_VARIANT: Final = "VLLM_BATCH_INVARIANT is set, and this kernel splits its work by the batch"
 
 
 def choose_verify(
@@ -57,13 +60,14 @@ def choose_verify(
     Raises:
         ConfigError: the path asked for cannot run here.
     """
-    why_not = why_not_fused(shape, limits, device)
+    variant = _VARIANT if is_batch_invariant() else None
+    why_not = variant or why_not_fused(shape, limits, device)
     exact_only = f"exact scores are of rows 'two', not {rows!r}" if rows != "two" else None
     refusals = {
         "fused": why_not,
         "fused_exact": why_not or exact_only,
         "fa3": why_not_fa3(device),
-        "triton": None,
+        "triton": variant,
     }
     # Attention alone: FlashAttention-3 is 8 % behind ours at head dim 64 and 7 % ahead at 128.
     order = VERIFY_PATHS if is_scored or shape.head_dim <= 64 else _WITHOUT_SCORES
@@ -78,10 +82,11 @@ def choose_draft(
     Raises:
         ConfigError: the path asked for cannot run here.
     """
+    variant = _VARIANT if is_batch_invariant() else None
     refusals = {
-        "kernel": why_not_kernel(shape, device),
+        "kernel": variant or why_not_kernel(shape, device),
         "fa3": why_not_fa3(device),
-        "triton": None,
+        "triton": variant,
     }
     return _choose("draft_attention", asked, DRAFT_PATHS, refusals)
 
@@ -96,7 +101,11 @@ def _choose(
                 why = "; ".join(f"{name}: {refusals[name]}" for name in skipped)
                 return path, f"fastest that runs here{f' ({why})' if why else ''}"
             skipped.append(path)
-        raise AssertionError("triton always runs")
+        raise ConfigError(
+            f"VLLM_BATCH_INVARIANT is set, and only FlashAttention-3 serves Vegas then: "
+            f"{refusals['fa3']}.",
+            hint="Unset VLLM_BATCH_INVARIANT.",
+        )
     if asked not in refusals:
         raise ConfigError(
             f"`sparse_attn_{knob}` is {asked!r}; auto, {', '.join(refusals)} are supported."
@@ -107,6 +116,15 @@ def _choose(
             hint="Use 'auto'.",
         )
     return asked, "asked for"
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM was asked for results that do not depend on what else is in a batch.
+
+    Then a row of a verify pass is, bit for bit, what a step of its own would have given, and
+    drafting changes no token at all, rounding included.
+    """
+    return bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
 
 
 def why_not_fa3(device: torch.device) -> str | None:
@@ -187,7 +205,8 @@ def make_verify(
 def make_draft(path: str, shape: AttentionShape, limits: Limits, device: torch.device) -> DraftPath:
     """The draft attention of that name."""
     if path == "fa3":
-        return FlashDraft(shape, limits, device, attend=flash_attention())
+        splits = 1 if is_batch_invariant() else GRAPH_SPLITS
+        return FlashDraft(shape, limits, device, attend=flash_attention(), num_splits=splits)
     if path == "kernel":
         return KernelDraft(shape, limits, device)
     return TritonDraft(shape, limits, device)
