@@ -4,154 +4,120 @@ All of them measure on the same recording, under the same noise, with the same t
 goes first; what it spent, its validation included, is what the others may spend. They take the
 setting with the highest mean rate, plain decoding among them; the sweep decides as it always does.
 Whatever comes out is written.
+
+`--backend vllm --model FOLDER` records the grid first (`vllm_grid`), and races what the sweep and
+its best rival choose from it, on the engine itself; `--seeds 0` leaves the replays for a machine
+without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, median
-
-import optuna
+from statistics import fmean, median, stdev
 
 from benchmarks.grid import GRID_FILE, Grid
-from benchmarks.results_file import Row, write_rows
+from benchmarks.results_file import RESULTS, Row, write_rows
+from benchmarks.rivals import searches
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.replay import ReplayEngine
-from vegas_tune.laboratory import Measured, Performer
-from vegas_tune.plan import GAMMA, Point
+from vegas_tune.measure import Measurement, measure
 
+# Beside a shared CPU's noise; the passes of a GPU are played as they came as well.
 NOISE = (0.015, 0.03)
-# Tells the recorded rate of a setting; stops when the engine time is spent.
-Ask = Callable[[SpeculationConfig], float]
+GPU_NOISE = (0.0, 0.015)
 
 
-class _SpentError(Exception):
-    """The engine time is over."""
+def main() -> None:
+    """Compare, print and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--grid", type=Path, default=GRID_FILE, help="recorded to, with --backend")
+    parser.add_argument("--name", default="ablation_cpu", help="of the results file")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--backend", choices=("vllm",), help="record the grid there first")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=128, help="requests running, with --backend")
+    parser.add_argument(
+        "--seconds", type=float, default=170.0, help="behind the engine's start, with --backend"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    rows: list[Row] = []
+    if args.backend == "vllm":
+        from benchmarks.vllm_grid import record_and_race
+
+        try:
+            record_and_race(
+                args.model, args.grid, rows, batch_size=args.batch, seconds=args.seconds
+            )
+        finally:
+            _publish(args.name, args.grid, rows, args.out)
+    if args.seeds:
+        grid = Grid.open(args.grid)
+        _publish(args.name, args.grid, compare(grid, args.seeds), args.out)
 
 
-class Measurer:
-    """Measures settings one by one until the engine time is spent."""
-
-    def __init__(self, grid: Grid, engine: ReplayEngine, budget_s: float) -> None:
-        self._engine = engine.rewound()
-        self._performer = Performer(self._engine, self._engine.blocks)
-        self._budget_s = budget_s
-        self._tokens = grid.header["tokens"]
-        self.rates: dict[SpeculationConfig, list[float]] = {}
-
-    def __call__(self, config: SpeculationConfig) -> float:
-        """Rate of one more pass, tokens per second.
-
-        Raises:
-            _SpentError: the time is over, and with it the search.
-        """
-        repeats = self.rates.setdefault(config, [])
-        # Blocks in turn, as the sweep takes its rounds.
-        blocks = len(self._engine.blocks)
-        point = Point(
-            step=GAMMA,
-            config=config,
-            block=len(repeats) % blocks,
-            replicate=len(repeats),
-            max_tokens=self._tokens,
-        )
-        outcome = self._performer.perform(point, 0, self._budget_s)
-        if self._engine.now_s() > self._budget_s:
-            raise _SpentError
-        rate = outcome.figures.decode_tok_s.est if isinstance(outcome, Measured) else 0.0
-        repeats.append(rate)
-        return rate
-
-    def best(self) -> SpeculationConfig:
-        """The setting with the highest mean."""
-        return max(
-            (config for config, rates in self.rates.items() if rates),
-            key=lambda config: fmean(self.rates[config]),
-        )
-
-
-# --------------------------------------------------------------------------- the rivals
-
-
-def full_grid(grid: Grid, ask: Ask, seed: int) -> None:
-    """Every setting once, in random order, then every setting once more, and so on."""
-    chance = random.Random(seed)
-    while True:
-        order = list(grid.settings)
-        chance.shuffle(order)
-        for config in order:
-            ask(config)
-
-
-def random_search(grid: Grid, ask: Ask, seed: int) -> None:
-    """Settings drawn evenly, with replacement."""
-    chance = random.Random(seed)
-    ask(grid.plain)
-    while True:
-        ask(chance.choice(grid.settings))
-
-
-def tpe(grid: Grid, ask: Ask, seed: int) -> None:
-    """Optuna's TPE over the two ladders; plain decoding is measured first."""
-    ratios = sorted({c.sparsity_ratio for c in grid.settings if c.num_speculative_tokens})
-    gammas = sorted({c.num_speculative_tokens for c in grid.settings if c.num_speculative_tokens})
-    at = {(c.num_speculative_tokens, c.sparsity_ratio): c for c in grid.settings}
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
-    ask(grid.plain)
-    while True:
-        trial = study.ask()
-        gamma = gammas[trial.suggest_int("gamma", 0, len(gammas) - 1)]
-        ratio = ratios[trial.suggest_int("ratio", 0, len(ratios) - 1)]
-        study.tell(trial, ask(at[gamma, ratio]))
-
-
-RIVALS = {"full grid": full_grid, "random": random_search, "TPE": tpe}
-
-
-# --------------------------------------------------------------------------- figures
+def compare(grid: Grid, num_seeds: int) -> list[Row]:
+    """Every method on the recording, at each noise; and what the recording holds."""
+    device = grid.header["info"]["device"]["class"]
+    where = f"grid of {len(grid.settings)} settings on {device}"
+    rows = recorded_rows(grid, where)
+    for noise_cv in NOISE if grid.phases else GPU_NOISE:
+        found: dict[str, list[tuple[float, int]]] = {}
+        for name, regret, count in regrets(grid, noise_cv, range(num_seeds)):
+            found.setdefault(name, []).append((100 * regret, count))
+        noise = f"run-to-run noise {noise_cv:.1%}" if noise_cv else "passes as recorded"
+        for name, pairs in found.items():
+            case = f"{name}; {where}, {noise}, {num_seeds} seeds, equal engine time"
+            rows += _rows(case, [regret for regret, _ in pairs], [count for _, count in pairs])
+    return rows
 
 
 def regrets(grid: Grid, noise_cv: float, seeds: range) -> Iterator[tuple[str, float, int]]:
     """Method, throughput given up (a fraction), and settings measured; for each seed."""
     for seed in seeds:
-        engine = grid.engine(seed, noise_cv=noise_cv)
-        result = grid.sweep(seed, engine=engine.rewound())
-        yield "three-step", grid.regret(result.selected), result.num_settings
-        for name, search in RIVALS.items():
-            ask = Measurer(grid, engine, result.spent_s)
-            with suppress(_SpentError):
-                search(grid, ask, seed)
-            yield name, grid.regret(ask.best()), sum(bool(rates) for rates in ask.rates.values())
+        for name, chosen, count in searches(grid, seed, noise_cv):
+            yield name, grid.regret(chosen), count
 
 
-def main() -> None:
-    """Compare, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--grid", type=Path, default=GRID_FILE)
-    parser.add_argument("--name", default="ablation_cpu", help="of the results file")
-    parser.add_argument("--seeds", type=int, default=20)
-    args = parser.parse_args()
-    grid = Grid.open(args.grid)
-    device = grid.header["info"]["device"]["class"]
-    rows = []
-    for noise_cv in NOISE:
-        found: dict[str, list[tuple[float, int]]] = {}
-        for name, regret, count in regrets(grid, noise_cv, range(args.seeds)):
-            found.setdefault(name, []).append((100 * regret, count))
-        for name, pairs in found.items():
-            case = (
-                f"{name}; grid of {len(grid.settings)} settings on {device}, run-to-run noise "
-                f"{noise_cv:.1%}, {args.seeds} seeds, equal engine time"
-            )
-            rows += _rows(case, [regret for regret, _ in pairs], [count for _, count in pairs])
+def recorded_rows(grid: Grid, where: str) -> list[Row]:
+    """What the best setting gains, and how far passes of one setting lie apart."""
+    best = grid.best
+    gain = grid.rates[best] / grid.rates[grid.plain]
+    setting = f"gamma {best.num_speculative_tokens} at ratio {best.sparsity_ratio:g}"
+    rows = [_row("best_speedup_vs_gamma0", f"{where}; {setting}", round(gain, 3), "x")]
+    rates: dict[SpeculationConfig, list[float]] = {}
+    for row in grid.rows:
+        figures = measure(row["run"])
+        if isinstance(figures, Measurement):
+            rates.setdefault(row["run"].config, []).append(figures.decode_tok_s.est)
+    spreads = [stdev(own) / fmean(own) for own in rates.values() if len(own) > 1]
+    # Between blocks it is the text that differs.
+    if spreads and len(grid.header["blocks"]) == 1:
+        passes = sorted(len(own) for own in rates.values())
+        case = f"{where}, {passes[0]} to {passes[-1]} passes of each (median over settings)"
+        rows.append(_row("pass_to_pass_cv_pct", case, round(100 * median(spreads), 2), "%"))
+    return rows
+
+
+def _publish(name: str, grid: Path, rows: Sequence[Row], folder: Path) -> None:
+    """Print rows and merge them into the results, as measured where the grid was recorded."""
+    if not rows:
+        return
     for row in rows:
         print(row)
-    print(write_rows(args.name, rows))
+    header = Grid.open(grid).header
+    if header["info"]["backend"] != "vllm":
+        print(write_rows(name, rows, folder=folder))
+        return
+    facts = {"machine": header["info"]["device"], "versions": header["info"]["runtime"]}
+    print(write_rows(name, rows, facts=facts, folder=folder))
+
+
+def _row(claim: str, case: str, value: float, unit: str) -> Row:
+    return Row(claim=claim, case=case, value=value, low=None, high=None, unit=unit)
 
 
 def _rows(case: str, regret: list[float], counts: list[int]) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -14,8 +14,10 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, StepRecord, read_json_lines
 from vegas_runtime.replay import ReplayEngine
 from vegas_tune.laboratory import Laboratory
+from vegas_tune.measure import PHASES
 from vegas_tune.plan import make_plan
 from vegas_tune.request import PACKAGED
+from vegas_tune.steady import Unsteady, steady_steps
 from vegas_tune.sweep import SweepResult, run_sweep
 
 GRID_FILE = Path(__file__).parent / "data" / "grid_smollm2_cpu.jsonl.z"
@@ -27,12 +29,20 @@ REPLICATES = 24
 class Grid:
     """Every recorded pass, and the decode rate of each setting over all of them.
 
-    What a setting emits per step is exact: greedy decoding repeats it. Times are not: single
-    passes on a shared machine differ by 10 %, and the fastest of 65 would be the luckiest. So the
-    time of a step is put together from phases that each depend on one knob, and each of those is
-    the median over every pass that shares the knob:
+    On a GPU that is what was emitted over the steady steps of all passes, over their time.
+
+    On a shared CPU times cannot be had that way: single passes differ by 10 %, and the fastest of
+    65 would be the luckiest. What a setting emits per step is exact there, for greedy decoding
+    repeats it. So the time of a step is put together from phases that each depend on one knob, and
+    each of those is the median over every pass that shares the knob:
 
         gamma * draft(ratio) + select(ratio) + verify(gamma) + other(gamma)
+
+    Attributes:
+        header: of the file.
+        rows: recorded passes, `run` read.
+        rates: decode throughput by setting, tokens per second.
+        phases: typical phase times by knob; empty where rates are measured directly.
     """
 
     header: Mapping[str, Any]
@@ -44,30 +54,17 @@ class Grid:
     def open(cls, path: Path = GRID_FILE) -> Grid:
         """Read a grid."""
         header, *rows = read_json_lines(path)
-        tokens: dict[SpeculationConfig, list[float]] = {}
-        phases: dict[tuple[str, float], list[float]] = {}
-        for row in rows:
-            run = Run.from_dict(row["run"])
-            gamma, ratio = run.config.num_speculative_tokens, run.config.sparsity_ratio
-            steps = [step for step in run.steps if step.kind == "decode"]
-            emitted = [sum(step.num_emitted_tokens) for step in steps]
-            tokens.setdefault(run.config, []).append(fmean(emitted))
-            for name, knob, share in (
-                ("draft_s", ratio, max(gamma, 1)),
-                ("select_s", ratio, 1),
-                ("verify_s", gamma, 1),
-                ("other_s", gamma, 1),
-            ):
-                # Plain decoding drafts nothing, at no ratio.
-                if gamma or name in ("verify_s", "other_s"):
-                    own = median(getattr(step, name) for step in steps) / share
-                    phases.setdefault((name, knob), []).append(own)
-        typical = {key: median(values) for key, values in phases.items()}
-        rates = {
-            config: fmean(emitted) / sum(_typical_phases(config, typical).values())
-            for config, emitted in tokens.items()
-        }
-        return cls(header, tuple(rows), rates, typical)
+        return cls.of(header, rows)
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Grid:
+        """A grid from its header and its recorded passes."""
+        read = tuple({**row, "run": Run.from_dict(row["run"])} for row in rows)
+        runs = [row["run"] for row in read]
+        if header["info"]["backend"] == "vllm":
+            return cls(header, read, _measured_rates(runs), {})
+        typical = _typical(runs)
+        return cls(header, read, _typical_rates(runs, typical), typical)
 
     @property
     def best(self) -> SpeculationConfig:
@@ -107,9 +104,10 @@ class Grid:
         Args:
             seed: of the noise and the bootstraps.
             noise_cv: None plays the recorded passes as they are, each with whatever the machine
-                did at that moment. A number plays the recorded tokens with typical phase times,
-                and each repetition as a whole is slower or faster by noise of that coefficient
-                of variation: what settings measured side by side differ by.
+                did at that moment, and again from the first when there are no more. A number
+                plays recorded tokens, drawn at random, with typical phase times where there are
+                any, and each repetition as a whole is slower or faster by noise of that
+                coefficient of variation: what settings measured side by side differ by.
             engine: of the same seed and noise, made before.
         """
         engine = engine or self.engine(seed, noise_cv=noise_cv)
@@ -127,25 +125,83 @@ class Grid:
         return run_sweep(plan, Laboratory(plan, engine, engine.blocks))
 
     def _repeated(self, seed: int, noise_cv: float) -> list[Mapping[str, Any]]:
-        """Every pass `REPLICATES` times, at typical phase times under noise."""
+        """Every setting `REPLICATES` times on each block, with noise on its times.
+
+        A repetition has the tokens of a recorded pass drawn at random, and typical phase times, or
+        that pass's own where there are none.
+        """
         chance = random.Random(seed)
-        rows = []
+        recorded: dict[tuple[int, SpeculationConfig], list[Run]] = {}
         for row in self.rows:
-            run = Run.from_dict(row["run"])
+            recorded.setdefault((row["block"], row["run"].config), []).append(row["run"])
+        rows: list[Mapping[str, Any]] = []
+        for (block, _), runs in recorded.items():
             for replicate in range(REPLICATES):
+                run = chance.choice(runs)
                 pace = math.exp(chance.gauss(0.0, noise_cv))
-                steps = tuple(self._typical_step(run, step, pace) for step in run.steps)
+                steps = tuple(self._paced(run, step, pace) for step in run.steps)
                 overhead_s = run.elapsed_s - sum(step.duration_s for step in run.steps)
                 elapsed_s = overhead_s + sum(step.duration_s for step in steps)
                 played = replace(run, steps=steps, elapsed_s=elapsed_s)
-                rows.append({**row, "replicate": replicate, "run": played.to_dict()})
+                rows.append({"block": block, "replicate": replicate, "run": played})
         return rows
 
-    def _typical_step(self, run: Run, step: StepRecord, pace: float) -> StepRecord:
+    def _paced(self, run: Run, step: StepRecord, pace: float) -> StepRecord:
+        """A step at that pace (above 1: slower), at typical phase times where there are any."""
         if step.kind != "decode":
             return step
-        typical = _typical_phases(run.config, self.phases)
-        return replace(step, **{name: pace * own_s for name, own_s in typical.items()})
+        times = {name: getattr(step, name) for name in PHASES}
+        if self.phases:
+            times = _typical_phases(run.config, self.phases)
+        return replace(step, **{name: pace * own_s for name, own_s in times.items()})
+
+
+def _measured_rates(runs: Iterable[Run]) -> dict[SpeculationConfig, float]:
+    """Tokens over time of the steady steps of all passes, by setting."""
+    totals: dict[SpeculationConfig, tuple[int, float]] = {}
+    for run in runs:
+        steps = steady_steps(run)
+        if isinstance(steps, Unsteady):
+            continue
+        tokens, time_s = totals.get(run.config, (0, 0.0))
+        totals[run.config] = (
+            tokens + sum(sum(step.num_emitted_tokens) for step in steps),
+            time_s + sum(step.duration_s for step in steps),
+        )
+    return {config: tokens / time_s for config, (tokens, time_s) in totals.items()}
+
+
+def _typical(runs: Iterable[Run]) -> dict[tuple[str, float], float]:
+    """Median time of each phase, by the knob that it depends on."""
+    phases: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        gamma, ratio = run.config.num_speculative_tokens, run.config.sparsity_ratio
+        steps = [step for step in run.steps if step.kind == "decode"]
+        for name, knob, share in (
+            ("draft_s", ratio, max(gamma, 1)),
+            ("select_s", ratio, 1),
+            ("verify_s", gamma, 1),
+            ("other_s", gamma, 1),
+        ):
+            # Plain decoding drafts nothing, at no ratio.
+            if gamma or name in ("verify_s", "other_s"):
+                own = median(getattr(step, name) for step in steps) / share
+                phases.setdefault((name, knob), []).append(own)
+    return {key: median(values) for key, values in phases.items()}
+
+
+def _typical_rates(
+    runs: Iterable[Run], typical: Mapping[tuple[str, float], float]
+) -> dict[SpeculationConfig, float]:
+    """Mean tokens of a step over its typical time, by setting."""
+    tokens: dict[SpeculationConfig, list[float]] = {}
+    for run in runs:
+        emitted = [sum(step.num_emitted_tokens) for step in run.steps if step.kind == "decode"]
+        tokens.setdefault(run.config, []).append(fmean(emitted))
+    return {
+        config: fmean(emitted) / sum(_typical_phases(config, typical).values())
+        for config, emitted in tokens.items()
+    }
 
 
 def _typical_phases(

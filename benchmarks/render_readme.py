@@ -17,7 +17,7 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | --- | --- |
 | `bench_sparsity` | accepted drafts against the fraction of KV kept (the paper's Figure 8) |
 | `bench_rows` | which query rows to sum, by draft position (Figure 4 and Table 1) |
-| `record_grid` | records every candidate setting once, for replays |
+| `record_grid`, `vllm_grid` | record every candidate setting, for replays (on a CPU, on vLLM) |
 | `bench_regret` | what the three-step sweep gives up against that grid |
 | `bench_synthetic` | how often the tuner is right, and unsure, where the optimum is known |
 | `bench_hint` | attention mass lost when scores are weighed against a stale normaliser |

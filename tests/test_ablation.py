@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.bench_ablation import RIVALS, Measurer, _SpentError
 from benchmarks.grid import Grid
+from benchmarks.rivals import RIVALS, Measurer, SpentError
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def grid() -> Grid:
 def test_a_rival_spends_its_time_and_finds_a_good_setting(grid: Grid, name: str) -> None:
     engine = grid.engine()
     ask = Measurer(grid, engine, budget_s=400.0)
-    with suppress(_SpentError):
+    with suppress(SpentError):
         RIVALS[name](grid, ask, 0)
     num_passes = sum(map(len, ask.rates.values()))
     assert num_passes >= 30

@@ -37,7 +37,7 @@ class ReplayEngine:
     narrower than they would be on an engine.
 
     Args:
-        rows: header and recorded passes, see the module.
+        rows: header and recorded passes, see the module; a pass may be a `Run` already.
 
     Raises:
         StorageError: no header, or a damaged row.
@@ -58,7 +58,7 @@ class ReplayEngine:
             self._prefill_s = [float(row.get("prefill_s", 0)) for row in header["blocks"]]
             recorded = defaultdict[_Setting, dict[int, Run]](dict)
             for row in remaining:
-                run = Run.from_dict(row["run"])
+                run = row["run"] if isinstance(row["run"], Run) else Run.from_dict(row["run"])
                 recorded[_setting(row["block"], run.config)][int(row["replicate"])] = run
             self._runs = {
                 setting: [run for _, run in sorted(runs.items())]
