@@ -224,7 +224,7 @@ def test_each_cell_gets_its_own_setting_on_one_engine(
     assert verdict.status == "ok", verdict.why
     num_further = sum(answer["status"] in ("validated", "inconclusive") for answer in listed) - 1
     assert f"{num_further} further cells" in verdict.why
-    (tmp_path / "records-b1-c1024.jsonl.z").write_bytes(b"")
+    (tmp_path / "records-b1-c1024.npz").write_bytes(b"")
     assert replay_decisions(profile, tmp_path).status == "regressed"
 
 

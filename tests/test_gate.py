@@ -15,8 +15,14 @@ from profiles import make_profile
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_runtime.profile import Profile
-from vegas_runtime.records import read_json_lines, write_json_lines
-from vegas_tune.evidence import RECORDS_NAME, pack_records, unpack_records
+from vegas_runtime.record_arrays import read_arrays, write_arrays
+from vegas_runtime.records import write_json_lines
+from vegas_tune.evidence import (
+    OLD_RECORDS_NAME,
+    RECORDS_NAME,
+    pack_records,
+    unpack_records,
+)
 from vegas_tune.gate import judge, recorded_result, replay_decisions
 from vegas_tune.laboratory import Laboratory, MemoryStore
 from vegas_tune.measure import Counts, Estimate, mean_ratio
@@ -94,7 +100,7 @@ def _resealed(profile: Profile, path: Path, rows: list[dict[str, Any]]) -> Profi
     """Records changed by someone who also put the new hash into the profile."""
     import hashlib
 
-    write_json_lines(path, rows)
+    write_arrays(path, rows)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     artifacts = [{"name": RECORDS_NAME, "sha256": digest}]
     values = profile.to_dict() | {"artifacts": artifacts, "profile_id": "unsealed"}
@@ -103,7 +109,7 @@ def _resealed(profile: Profile, path: Path, rows: list[dict[str, Any]]) -> Profi
 
 def test_a_missing_record_is_named(tmp_path: Path) -> None:
     profile, path = _published(tmp_path), tmp_path / RECORDS_NAME
-    rows = list(read_json_lines(path))
+    rows = read_arrays(path)
     profile = _resealed(profile, path, rows[:-1])
     verdict = replay_decisions(profile, tmp_path)
     assert verdict.status == "regressed"
@@ -112,7 +118,7 @@ def test_a_missing_record_is_named(tmp_path: Path) -> None:
 
 def test_a_record_with_other_times_leads_to_other_figures(tmp_path: Path) -> None:
     profile, path = _published(tmp_path), tmp_path / RECORDS_NAME
-    rows = list(read_json_lines(path))
+    rows = read_arrays(path)
     plain = _swept()[0].plain.to_dict()
     for row in rows[1:]:
         if row["point"]["step"] == "4-validate" and row["point"]["config"] == plain:
@@ -126,7 +132,7 @@ def test_a_record_with_other_times_leads_to_other_figures(tmp_path: Path) -> Non
 @pytest.mark.parametrize("key", ["point", "run", "cost_s"])
 def test_a_damaged_record_is_not_evidence(tmp_path: Path, key: str) -> None:
     profile, path = _published(tmp_path), tmp_path / RECORDS_NAME
-    rows = list(read_json_lines(path))
+    rows = read_arrays(path)
     del rows[3][key]
     verdict = replay_decisions(_resealed(profile, path, rows), tmp_path)
     assert verdict.status == "regressed"
@@ -168,12 +174,26 @@ def test_absent_records_cannot_be_replayed(tmp_path: Path) -> None:
 
 
 def test_records_of_another_kind_are_refused(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / RECORDS_NAME, [{"kind": "grid"}])
+    write_arrays(tmp_path / RECORDS_NAME, [{"kind": "grid"}])
     with pytest.raises(StorageError, match="not a file of records"):
         unpack_records(tmp_path / RECORDS_NAME)
-    write_json_lines(tmp_path / RECORDS_NAME, [])
+    write_arrays(tmp_path / RECORDS_NAME, [])
     with pytest.raises(StorageError):
         unpack_records(tmp_path / RECORDS_NAME)
+
+
+def test_records_of_profiles_from_before_are_still_replayed(tmp_path: Path) -> None:
+    import hashlib
+
+    profile, old = _published(tmp_path), tmp_path / OLD_RECORDS_NAME
+    write_json_lines(old, read_arrays(tmp_path / RECORDS_NAME))
+    (tmp_path / RECORDS_NAME).unlink()
+    digest = hashlib.sha256(old.read_bytes()).hexdigest()
+    values = profile.to_dict() | {"artifacts": [{"name": OLD_RECORDS_NAME, "sha256": digest}]}
+    profile = Profile.model_validate(values | {"profile_id": "unsealed"})
+    verdict = replay_decisions(profile, tmp_path)
+    assert verdict.status == "ok", verdict.why
+    assert recorded_result(tmp_path).selected == profile.selected.default
 
 
 # ------------------------------------------------------------------ tier 2

@@ -386,10 +386,10 @@ def test_the_packed_records_hold_plan_and_every_outcome(tmp_path: Path) -> None:
     engine = SyntheticEngine(PLATEAU, faults=fault)
     with RunFolder.open(tmp_path, PLAN) as store:
         result = run_sweep(PLAN, Laboratory(PLAN, engine, BLOCKS, store=store))
-        first = store.pack(tmp_path / "records.jsonl.z")
-        assert store.pack(tmp_path / "again.z") == first
+        first = store.pack(tmp_path / "records.npz")
+        assert store.pack(tmp_path / "again.npz") == first
         assert store.num_stored == len(result.outcomes) + 1
-    plan, outcomes = unpack_records(tmp_path / "records.jsonl.z")
+    plan, outcomes = unpack_records(tmp_path / "records.npz")
     assert plan == PLAN
     assert sum(isinstance(outcome, Failed) for outcome in outcomes) == 1
     assert {outcome.point.key for outcome in outcomes} == {

@@ -257,7 +257,7 @@ def test_stock_is_evidence_and_no_decision_rests_on_it(
     model: Path, tmp_path: Path, garage: Garage
 ) -> None:
     outcome = _sweep(model, tmp_path / "run")
-    plan, outcomes = unpack_records(outcome.path.parent / "records.jsonl.z")
+    plan, outcomes = unpack_records(outcome.path.parent / "records.npz")
     stock = [one for one in outcomes if one.point.step == STOCK]
     assert len(stock) == 2 * PASSES
     assert all(isinstance(one, Measured) for one in stock)

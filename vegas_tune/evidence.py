@@ -1,4 +1,7 @@
-"""A run's evidence on disk: one line per outcome, and the packed file beside a profile."""
+"""A run's evidence on disk: one row per outcome, and the packed file beside a profile.
+
+The packed file is an NPZ (`vegas_runtime.record_arrays`): a header with the plan, then the rows.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,43 @@ from pathlib import Path
 from typing import Any, Final
 
 from vegas_runtime.errors import StorageError
-from vegas_runtime.records import Run, read_json_lines, write_json_lines
+from vegas_runtime.record_arrays import read_arrays, write_arrays
+from vegas_runtime.records import Run, read_json_lines
 from vegas_tune.laboratory import Failed, Measured, Outcome
 from vegas_tune.plan import Plan, Point
 from vegas_tune.steady import Unsteady, steady_steps
 
-RECORDS_NAME: Final = "records.jsonl.z"
+RECORDS_NAME: Final = "records.npz"
+# As profiles before it had them: the same rows as compressed JSON lines. Read, no longer written.
+OLD_RECORDS_NAME: Final = "records.jsonl.z"
 # Records of further (batch, context) cells of a profile.
-CELL_RECORDS: Final = re.compile(r"records-b(\d+)-c(\d+)\.jsonl\.z")
+CELL_RECORDS: Final = re.compile(r"records-b(\d+)-c(\d+)\.(?:npz|jsonl\.z)")
 RECORDS_KIND: Final = "vegas-tune/records"
 RECORDS_VERSION: Final = 1
 RECORD_KIND: Final = "vegas-tune/measurement"
 RECORD_VERSION: Final = 1
 
 
+def records_name(artifacts: Iterable[str]) -> str | None:
+    """Which of a profile's files holds its records; None when none does."""
+    names = set(artifacts)
+    return next((name for name in (RECORDS_NAME, OLD_RECORDS_NAME) if name in names), None)
+
+
+def find_records(folder: Path) -> Path:
+    """The records in a profile's folder, where they would be when there are none."""
+    old = folder / OLD_RECORDS_NAME
+    new = folder / RECORDS_NAME
+    return old if old.exists() and not new.exists() else new
+
+
 def cell_records_name(batch: int, context: int) -> str:
     """File name of a further cell's records."""
-    return f"records-b{batch}-c{context}.jsonl.z"
+    return f"records-b{batch}-c{context}.npz"
 
 
 def outcome_to_row(outcome: Outcome) -> dict[str, Any]:
-    """Plain values of an outcome, for a line of JSON."""
+    """Plain values of an outcome, as JSON knows them."""
     row: dict[str, Any] = {
         "kind": RECORD_KIND,
         "version": RECORD_VERSION,
@@ -92,7 +111,7 @@ def pack_records(path: Path, plan: Plan, outcomes: Iterable[Outcome]) -> str:
     """
     ordered = sorted(outcomes, key=lambda outcome: (outcome.point.key, outcome.attempt))
     header = {"kind": RECORDS_KIND, "version": RECORDS_VERSION, "plan": plan.to_dict()}
-    write_json_lines(path, [header, *(outcome_to_row(outcome) for outcome in ordered)])
+    write_arrays(path, [header, *(outcome_to_row(outcome) for outcome in ordered)])
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -102,7 +121,8 @@ def unpack_records(path: Path) -> tuple[Plan, list[Outcome]]:
     Raises:
         StorageError: the file is missing, damaged, or not of this kind.
     """
-    rows = read_json_lines(path)
+    is_old = path.name.endswith(".jsonl.z")
+    rows = read_json_lines(path) if is_old else iter(read_arrays(path))
     header = next(rows, {})
     if (header.get("kind"), header.get("version")) != (RECORDS_KIND, RECORDS_VERSION):
         raise StorageError(f"{path} is not a file of records that this release reads.")

@@ -21,7 +21,13 @@ from typing import Any, Final, Literal
 
 from vegas_runtime.errors import BudgetSpentError, NoValidTrialError, StorageError
 from vegas_runtime.profile import DecisionRecord, Profile
-from vegas_tune.evidence import CELL_RECORDS, RECORDS_NAME, unpack_records
+from vegas_tune.evidence import (
+    CELL_RECORDS,
+    RECORDS_NAME,
+    find_records,
+    records_name,
+    unpack_records,
+)
 from vegas_tune.laboratory import RecordedLab
 from vegas_tune.measure import Estimate
 from vegas_tune.sweep import SweepResult, run_sweep
@@ -81,21 +87,22 @@ def replay_decisions(profile: Profile, folder: Path) -> Verdict:
         `ok` when every decision comes out the same; `regressed` when one does not, or when the
         records are not those the profile rests on; `inconclusive` when there are none.
     """
-    path = folder / RECORDS_NAME
-    named = [artifact.sha256 for artifact in profile.artifacts if artifact.name == RECORDS_NAME]
-    if not named:
+    hashes = {artifact.name: artifact.sha256 for artifact in profile.artifacts}
+    name = records_name(hashes)
+    if name is None:
         return _replayed("inconclusive", f"the profile names no {RECORDS_NAME} to replay.")
+    path = folder / name
     if not path.exists():
         return _replayed("inconclusive", f"{path} is not there; keep it beside the profile.")
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != named[0]:
+        if found != hashes[name]:
             return _replayed(
                 "regressed",
                 f"{path} is not what the profile rests on (sha256 {found[:12]}, the profile says "
-                f"{named[0][:12]}): it was changed or cut off.",
+                f"{hashes[name][:12]}): it was changed or cut off.",
             )
-        result = recorded_result(folder)
+        result = _result_of(path)
     except (StorageError, NoValidTrialError, BudgetSpentError) as error:
         return _replayed("regressed", f"the records cannot be replayed: {error.message}")
     except OSError as error:
@@ -125,8 +132,7 @@ def _replay_cells(profile: Profile, folder: Path) -> tuple[int, str | None]:
         try:
             if hashlib.sha256((folder / artifact.name).read_bytes()).hexdigest() != artifact.sha256:
                 return count, f"{artifact.name} is not what the profile rests on: it was changed."
-            plan, outcomes = unpack_records(folder / artifact.name)
-            result = run_sweep(plan, RecordedLab(outcomes))
+            result = _result_of(folder / artifact.name)
         except (StorageError, NoValidTrialError, BudgetSpentError) as error:
             return count, f"{artifact.name} cannot be replayed: {error.message}"
         except OSError as error:
@@ -148,7 +154,11 @@ def recorded_result(folder: Path) -> SweepResult:
         StorageError: they are missing, damaged or incomplete.
         NoValidTrialError: they hold nothing but failures.
     """
-    plan, outcomes = unpack_records(folder / RECORDS_NAME)
+    return _result_of(find_records(folder))
+
+
+def _result_of(path: Path) -> SweepResult:
+    plan, outcomes = unpack_records(path)
     return run_sweep(plan, RecordedLab(outcomes))
 
 
