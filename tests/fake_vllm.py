@@ -26,6 +26,7 @@ from synthetic import Shape
 
 from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
 from vegas_runtime.vllm_plugin import recording
 from vegas_runtime.vllm_plugin.child import Child, launch
 from vegas_runtime.vllm_plugin.driving import CoreFacts, CoreOutput, Driver, Emission
@@ -359,6 +360,8 @@ class InlineChild:
         self.is_ended = False
         self.is_healthy = True
         self.core: FakeCore | None = None
+        self.guard: Any = None
+        self.memory = UNKNOWN
 
     @property
     def age_s(self) -> float:
@@ -377,8 +380,9 @@ class InlineChild:
             return self.core.call(arguments["utility"], *arguments["args"])
         return getattr(self._driver, order)(**arguments)
 
-    def end(self, *, report: Callable[[str], None]) -> None:
+    def end(self, *, report: Callable[[str], None]) -> MemoryCheck:
         self.is_ended = True
+        return self.memory
 
 
 def checkpoint(folder: Path = Path("/models/fake")) -> Checkpoint:

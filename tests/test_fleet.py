@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from fleet_sweep import grid_plan
 from postgres import Server
 
 from benchmarks.grid import GRID_FILE
-from vegas_runtime.errors import BackendError
+from vegas_runtime.errors import BackendError, GpuMemoryError
+from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard
 from vegas_runtime.replay import ReplayEngine
+from vegas_tune import fleet
 from vegas_tune.bench import Bench, Silent
 from vegas_tune.board import Board
 from vegas_tune.fleet import FleetLab, LocalWorkers, pin_gpu, remote_blocks, worker_command
@@ -305,6 +307,57 @@ def _has_ended(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+class _Card:
+    """A GPU whose memory in use is set by the test."""
+
+    def __init__(self) -> None:
+        self.used = 1 << 30
+
+    def guard(self, _: Mapping[str, str]) -> MemoryGuard:
+        return MemoryGuard(0, used=lambda _: self.used)
+
+
+def test_a_worker_is_not_started_again_before_its_gpu_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FREE_S", 0.5)
+    card = _Card()
+    command = [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(600)"]
+    with LocalWorkers(command, 1, pin=pin_gpu, log=tmp_path, guard=card.guard) as workers:
+        (first,) = workers.pids
+        card.used = 9 << 30
+        os.kill(first, signal.SIGKILL)
+        while workers.pids:
+            time.sleep(0.02)
+        workers.tend()
+        assert workers.pids == [], "it would find too little memory"
+        card.used = 1 << 30
+        workers.tend()
+        (second,) = workers.pids
+        assert second != first
+        card.used = 9 << 30
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(GpuMemoryError, match=r"8\.0 GiB .*worker 0 was started"):
+            _tend_for(workers, seconds=20)
+        card.used = 1 << 30
+    assert workers.memory == {0: MemoryCheck(state="free")}
+
+
+def test_memory_that_workers_leave_behind_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FREE_S", 0.3)
+    card, told = _Card(), []
+    with LocalWorkers(
+        ["sleep", "600"], 2, pin=pin_gpu, log=tmp_path, guard=card.guard, report=told.append
+    ) as workers:
+        card.used = 5 << 30
+    held = MemoryCheck(state="held", held_bytes=4 << 30)
+    assert workers.memory == {0: held, 1: held}
+    assert [line.split(":")[0] for line in told] == ["WARNING", "WARNING"]
+    assert "before worker 1 was started" in told[1]
 
 
 def test_a_worker_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ PACKAGES: Final = ("vegas_runtime", "vegas_tune")
 # Each row may import itself and the rows above it. A name stands for the module, and for the
 # whole package when it is one.
 LAYERS: Final = (
-    ("errors", "config", "metrics", "records", "record_arrays", "machine"),
+    ("errors", "config", "metrics", "records", "record_arrays", "machine", "gpu_memory"),
     ("profile", "profile_errors", "profile_sections", "profile_values", "profile_yaml"),
     ("kernels",),
     ("policies",),

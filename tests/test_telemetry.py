@@ -14,6 +14,7 @@ from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
 from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.gpu_memory import first_device
 from vegas_runtime.records import Run
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
 from vegas_tune.laboratory import RETRIED_KINDS, Failed, Measured, Performer
@@ -26,7 +27,6 @@ from vegas_tune.telemetry import (
     Watch,
     own_processes,
     reason_names,
-    visible_device,
     watch_for,
 )
 
@@ -173,11 +173,11 @@ def test_without_a_driver_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_card_is_the_first_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_device() == 0
+    assert first_device() == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert visible_device() == 3
+    assert first_device() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f")
-    assert visible_device() == "GPU-5f"
+    assert first_device() == "GPU-5f"
 
 
 def test_idling_is_no_slowdown() -> None:

@@ -27,7 +27,8 @@ from fake_vllm import (
 from vegas_runtime import backend
 from vegas_runtime.backend import Capacity, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
-from vegas_runtime.errors import BackendError, ConfigError, UsageError
+from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError, UsageError
+from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
@@ -40,6 +41,7 @@ from vegas_runtime.vllm_plugin.engine import (
     engine_options,
 )
 from vegas_runtime.vllm_plugin.host import sampling_params
+from vegas_tune.laboratory import RETRIED_KINDS, classify
 from vegas_tune.measure import Measurement, measure
 
 SETTING = SpeculationConfig(num_speculative_tokens=4, sparsity_ratio=0.1, min_tokens=32)
@@ -529,12 +531,39 @@ def test_a_start_that_hangs_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_stays_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([1 << 30, *[9 << 30] * 10_000])
-    monkeypatch.setattr(child_module, "gpu_memory_used_bytes", lambda: next(used))
+    monkeypatch.setattr(
+        child_module, "MemoryGuard", lambda: MemoryGuard(0, used=lambda _: next(used))
+    )
     monkeypatch.setattr(child_module, "_FREE_TIMEOUT_S", 0.3)
     told: list[str] = []
     engine = VllmEngine(checkpoint(), capacity(), launch=launch_fake(), report=told.append)
+    assert engine.memory.state == "unknown"
     engine.close()
+    assert engine.memory == MemoryCheck(state="held", held_bytes=8 << 30)
     assert any("8.0 GiB of GPU memory more than before" in line for line in told)
+
+
+def test_an_engine_is_not_started_again_on_memory_that_did_not_come_back() -> None:
+    used = iter([1 << 30, *[9 << 30] * 3, *[1 << 30] * 10])
+    engine, children = inline_engine()
+    children[0].guard = MemoryGuard(0, used=lambda _: next(used))
+    children[0].memory = MemoryCheck(state="held", held_bytes=8 << 30)
+
+    def dies(*_: Any, **__: Any) -> Any:
+        children[0].is_healthy = False
+        raise BackendError("it died")
+
+    children[0].ask = dies  # type: ignore[method-assign]
+    with pytest.raises(BackendError, match="it died"):
+        _run(engine)
+    with pytest.raises(GpuMemoryError, match=r"8\.0 GiB .* not freed") as caught:
+        _run(engine)
+    assert classify(caught.value)[0] == "gpu_memory"
+    assert "gpu_memory" not in RETRIED_KINDS, "a retry would meet the same memory"
+    assert len(children) == 1
+    next(used), next(used)
+    _figures(_run(engine))
+    assert len(children) == 2, "once it is free the next pass starts another"
 
 
 def test_time_on_the_gpu_counts_starts_and_stops_with_the_engine() -> None:

@@ -222,6 +222,17 @@ def allowed_vllm_plugins() -> frozenset[str] | None:
     return None if names is None else frozenset(names.split(","))
 
 
+def visible_gpus() -> tuple[str, ...] | None:
+    """GPUs that `CUDA_VISIBLE_DEVICES` lets this process use, by number or UUID; None when unset.
+
+    Empty when it is set to nothing, which hides all of them.
+    """
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return None
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
 def is_offline() -> bool:
     """Whether the environment forbids fetching (`HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`)."""
     truthy = {"1", "true", "yes", "on"}

@@ -7,6 +7,7 @@
     │   └── WorkloadError         2   prompts that cannot be read or would tune nothing
     ├── StorageError              1   a folder that is full, read-only or in use
     ├── BackendError              1   an engine that cannot start or died
+    │   └── GpuMemoryError        1   memory of a GPU that did not come back after one ended
     ├── ProfileMismatchError      4   a profile made for something else than this machine
     ├── ProfileInvalidError       5   a profile that is broken, or newer than this release
     ├── BudgetSpentError          6   the budget ended before a decision was reached
@@ -80,6 +81,10 @@ class StorageError(VegasError):
 
 class BackendError(VegasError):
     """An engine cannot start, or died."""
+
+
+class GpuMemoryError(BackendError):
+    """Memory of a GPU is still in use after the engine that used it has ended."""
 
 
 class ProfileMismatchError(VegasError):

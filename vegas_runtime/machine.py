@@ -76,19 +76,13 @@ def has_nvidia_driver() -> bool:
     return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
-def gpu_memory_used_bytes(device: str = "0") -> int | None:
-    """GPU memory in use by whatever process, as the driver's own tool tells; None without it."""
-    used = _nvidia_smi("memory.used", device=device)
-    return int(used) << 20 if used and used.isdecimal() else None
-
-
 def driver_version() -> str | None:
     """Version of the NVIDIA driver, e.g. `595.91`; None when it is not known."""
     try:
         found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _DRIVER.read_text())
     except OSError:
         found = None
-    return found[1] if found else _nvidia_smi("driver_version", device="0")
+    return found[1] if found else nvidia_smi("driver_version", device="0")
 
 
 def cpu_name() -> str:
@@ -138,14 +132,19 @@ def _cuda_facts() -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "count": torch.cuda.device_count(),
     }
-    limit = _nvidia_smi("power.limit", device=f"GPU-{properties.uuid}")
+    limit = nvidia_smi("power.limit", device=f"GPU-{properties.uuid}")
     if limit and re.fullmatch(r"\d+(\.\d+)?", limit):
         facts["power_limit_w"] = float(limit)
     return facts
 
 
-def _nvidia_smi(query: str, *, device: str) -> str | None:
-    """One value that only the driver's own tool tells; None where it does not."""
+def nvidia_smi(query: str, *, device: str) -> str | None:
+    """One value that only the driver's own tool tells; None where it does not.
+
+    Args:
+        query: a field of `--query-gpu`.
+        device: number or UUID.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

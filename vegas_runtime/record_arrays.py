@@ -71,7 +71,9 @@ def write_arrays(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         arrays[name] = np.array([each for step in steps for each in step[name]], dtype=np.int64)
     buffer = io.BytesIO()
     # Members of a zip file written this way carry a fixed date.
-    np.savez_compressed(buffer, **arrays)
+    # Typed as if an array could be called `allow_pickle`.
+    save: Any = np.savez_compressed
+    save(buffer, **arrays)
     replace_file(path, buffer.getvalue())
 
 

@@ -21,8 +21,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from vegas_runtime.backend import EngineInfo, PromptBlock
-from vegas_runtime.config import SamplingConfig
+from vegas_runtime.config import SamplingConfig, child_environment, visible_gpus
 from vegas_runtime.errors import BackendError
+from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard, as_device
 from vegas_tune.board import Board, given_up
 from vegas_tune.laboratory import Outcome, Store, cost_side_by_side, is_final
 from vegas_tune.plan import Plan, Point
@@ -33,6 +34,8 @@ _TEND_EVERY_S: Final = 1.0
 # A worker that ends this often without a measurement in between has a reason that will not go away.
 MAX_STARTS: Final = 4
 _TERM_S: Final = 20.0
+# How long the memory of an ended worker's GPU is waited for.
+FREE_S: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,11 @@ class FleetLab:
         time.sleep(poll_s)
 
 
+def guard_of(environment: Mapping[str, str]) -> MemoryGuard:
+    """A guard of the GPU that a process with this environment sees."""
+    return MemoryGuard(as_device(environment["CUDA_VISIBLE_DEVICES"]))
+
+
 class LocalWorkers:
     """Worker processes on this host, one per place, each in a process group of its own.
 
@@ -161,6 +169,11 @@ class LocalWorkers:
         count: how many.
         pin: environment of each, by its number: which device it sees.
         log: folder of their output.
+        guard: notes the memory in use on the device that a worker sees.
+        report: told when something of theirs is left behind.
+
+    Attributes:
+        memory: what became of each worker's GPU memory, by its number, once all have ended.
     """
 
     def __init__(
@@ -170,10 +183,16 @@ class LocalWorkers:
         *,
         pin: Callable[[int], Mapping[str, str]],
         log: Path,
+        guard: Callable[[Mapping[str, str]], MemoryGuard] = guard_of,
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._command = list(command)
         self._pin = pin
         self._log = log
+        self._report = report
+        self._guards = {number: guard(pin(number)) for number in range(count)}
+        self._waiting_since_s: dict[int, float] = {}
+        self.memory: dict[int, MemoryCheck] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._starts = dict.fromkeys(range(count), 0)
         self._num_done = 0
@@ -196,6 +215,7 @@ class LocalWorkers:
             # What the worker started itself, e.g. an engine's own process, goes with it.
             _signal_group(process, signal.SIGKILL)
             process.wait()
+        self._verify_gone()
 
     @property
     def pids(self) -> list[int]:
@@ -210,6 +230,7 @@ class LocalWorkers:
 
         Raises:
             BackendError: one has ended too often.
+            GpuMemoryError: what one used of its GPU has not come back.
         """
         if num_done > self._num_done:
             self._num_done = num_done
@@ -220,6 +241,8 @@ class LocalWorkers:
                 continue
             if process is not None:
                 _signal_group(process, signal.SIGKILL)
+                if not self._is_free(number):
+                    continue
             if starts >= MAX_STARTS:
                 raise BackendError(
                     f"worker {number} has ended {starts} times without a measurement in between.",
@@ -232,9 +255,36 @@ class LocalWorkers:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **self._pin(number)},
+                    env=child_environment(self._pin(number)),
                     start_new_session=True,
                 )
+
+    def _is_free(self, number: int) -> bool:
+        """Whether an ended worker's GPU can take another; its memory is freed a little later.
+
+        Raises:
+            GpuMemoryError: it was waited for long enough.
+        """
+        check = self._guards[number].look()
+        if check.state != "held":
+            self._waiting_since_s.pop(number, None)
+            return True
+        since_s = self._waiting_since_s.setdefault(number, time.monotonic())
+        if time.monotonic() - since_s > FREE_S:
+            check.refuse_held(f"worker {number}")
+        return False
+
+    def _verify_gone(self) -> None:
+        """Look for what the workers may have left behind: processes, and memory of their GPUs."""
+        for number, process in self._processes.items():
+            limit_s = time.monotonic() + FREE_S
+            while _has_group(process) and time.monotonic() < limit_s:
+                time.sleep(0.05)
+            if _has_group(process):
+                self._report(f"WARNING: processes of worker {number} (group {process.pid}) live on")
+            check = self.memory[number] = self._guards[number].wait(FREE_S)
+            if check.state == "held":
+                self._report(f"WARNING: {check.to_text(f'worker {number}')}")
 
     def _file(self, number: int) -> Path:
         return self._log / f"worker-{number}.log"
@@ -250,9 +300,17 @@ def worker_command(storage: str, run: str, *, device: str) -> list[str]:
 
 def pin_gpu(number: int) -> dict[str, str]:
     """Let a worker see one GPU: the n-th of those this process may use."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in (visible or "").split(",") if name]
+    names = visible_gpus() or ()
     return {"CUDA_VISIBLE_DEVICES": names[number] if number < len(names) else str(number)}
+
+
+def _has_group(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a process of the group that a worker led is left."""
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

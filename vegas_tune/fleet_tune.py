@@ -125,6 +125,7 @@ def _hands(
                 num_workers,
                 pin=pin_gpu,
                 log=folder,
+                report=progress.note,
             )
         )
         return workers.tend

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Final, Protocol
 
 from vegas_runtime.backend import Engine, PromptBlock
-from vegas_runtime.errors import BackendError, StorageError
+from vegas_runtime.errors import BackendError, GpuMemoryError, StorageError
 from vegas_runtime.records import Run
 from vegas_tune.measure import Measurement, measure
 from vegas_tune.plan import Plan, Point
@@ -65,8 +65,8 @@ class Failed:
         point: what was asked for.
         attempt: 0, or how often it was tried before.
         cost_s: engine time since the previous measurement ended.
-        kind: `oom`, `timeout`, `nan`, `engine`, `unsteady`, `mismatch`, `thermal`, `hang` or
-            `killed`.
+        kind: `oom`, `timeout`, `nan`, `engine`, `gpu_memory`, `unsteady`, `mismatch`, `thermal`,
+            `hang` or `killed`.
         reason: one sentence for the user.
         where: device it was tried on; empty in a run of one engine.
         telemetry: what the GPU did meanwhile; None unwatched.
@@ -367,6 +367,8 @@ def classify(error: BaseException) -> tuple[str, str]:
     lowered = text.lower()
     if isinstance(error, MemoryError) or any(known in lowered for known in _OOM_TEXTS):
         return "oom", text
+    if isinstance(error, GpuMemoryError):
+        return "gpu_memory", text
     if isinstance(error, TimeoutError):
         return "timeout", text
     if isinstance(error, ArithmeticError):

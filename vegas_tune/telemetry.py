@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 from vegas_runtime.backend import EngineInfo
+from vegas_runtime.gpu_memory import first_device
 
 SAMPLE_EVERY_S: Final = 0.5
 
@@ -191,17 +192,9 @@ def watch_for(info: EngineInfo) -> Watch:
     if info.backend == "replay" or info.device.get("kind") != "cuda":
         return Watch(None)
     try:
-        return Watch(NvmlGpu(visible_device()))
+        return Watch(NvmlGpu(first_device()))
     except (ImportError, OSError, RuntimeError):
         return Watch(None)
-
-
-def visible_device() -> int | str:
-    """The first card this process may use: its number, or its UUID."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    if not first:
-        return 0
-    return int(first) if first.isdigit() else first
 
 
 class NvmlGpu:

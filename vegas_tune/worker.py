@@ -22,7 +22,7 @@ from vegas_runtime.backend import (
     open_vllm,
     resolve_backend,
 )
-from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.config import SamplingConfig, SpeculationConfig, visible_gpus
 from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_tune.board import Board, Task
 from vegas_tune.laboratory import Failed, Performer
@@ -368,6 +368,6 @@ class Pulse:
 def _where(engine: Engine) -> str:
     """Name of this device among the run's, without saying which host it is."""
     device = engine.info.device
-    which = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    which = ",".join(visible_gpus() or ())
     text = f"{socket.gethostname()}/{device.get('class')}/{which}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]

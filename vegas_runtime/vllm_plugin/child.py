@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from vegas_runtime.config import child_environment
 from vegas_runtime.errors import BackendError, ConfigError
-from vegas_runtime.machine import gpu_memory_used_bytes
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 
 Launch = Callable[[bool], "Child"]
 Report = Callable[[str], None]
@@ -30,8 +30,6 @@ _POLL_S: Final = 0.2
 _CLOSE_TIMEOUT_S: Final = 30.0
 _TERMINATE_S: Final = 10.0
 _FREE_TIMEOUT_S: Final = 20.0
-# Other processes of a desktop come and go; an engine that was not freed holds gigabytes.
-_FREE_SLACK_BYTES: Final = 1 << 30
 _LOG_TAIL_BYTES: Final = 200_000
 
 # "... torch.OutOfMemoryError: CUDA out of memory. Tried ..." in one of vLLM's many prefixes.
@@ -50,9 +48,10 @@ class Child:
         process: its leader, started in a session of its own.
         pipe: to the leader.
         log: where everything it prints goes; removed after a clean end.
-        used_before_bytes: GPU memory that was in use before it started; None when not known.
+        guard: knows the GPU memory that was in use before it started; None when not known.
 
     Attributes:
+        guard: the same.
         is_healthy: whether it answers; an order that it could not carry out does not change that.
     """
 
@@ -62,12 +61,13 @@ class Child:
         pipe: Connection,
         log: Path,
         *,
-        used_before_bytes: int | None = None,
+        guard: MemoryGuard | None = None,
     ) -> None:
         self._process = process
         self._pipe = pipe
         self._log = log
-        self._used_before_bytes = used_before_bytes
+        self.guard = guard
+        self._memory = UNKNOWN
         self._started_s = time.monotonic()
         self._ended_s: float | None = None
         self.is_healthy = True
@@ -117,17 +117,20 @@ class Child:
             f"vLLM failed at `{order}`: {self._cause() or message}", hint=self._log_hint()
         )
 
-    def end(self, *, report: Report) -> None:
-        """End the whole group and see that its GPU memory is free.
+    def end(self, *, report: Report) -> MemoryCheck:
+        """End the whole group and see that its GPU memory is free. Idempotent.
 
         Args:
             report: told when memory stays in use.
+
+        Returns:
+            What became of the memory; it is waited for a while.
 
         Raises:
             BackendError: processes of the group survive even SIGKILL.
         """
         if self._ended_s is not None:
-            return
+            return self._memory
         if self.is_healthy:
             # What is asked politely releases shared memory and sockets as well.
             with contextlib.suppress(BackendError, ConfigError):
@@ -143,10 +146,14 @@ class Child:
                 f"processes of group {self.pid} do not end; they hold the GPU.",
                 hint=f"End them by hand: kill -9 -- -{self.pid}",
             )
-        self._check_memory(report)
+        if self.guard is not None:
+            self._memory = self.guard.wait(_FREE_TIMEOUT_S)
+        if self._memory.state == "held":
+            report(f"WARNING: {self._memory.to_text('vLLM')}")
         self._ended_s = time.monotonic()
         if self.is_healthy:
             self._log.unlink(missing_ok=True)
+        return self._memory
 
     def _await(self, order: str, timeout_s: float, quiet_s: float | None) -> None:
         started_s = spoken_s = time.monotonic()
@@ -195,22 +202,6 @@ class Child:
             if time.monotonic() > limit_s:
                 return False
             time.sleep(0.05)
-
-    def _check_memory(self, report: Report) -> None:
-        """The driver frees a dead process's memory late; the next engine must not meet it."""
-        before = self._used_before_bytes
-        limit_s = time.monotonic() + _FREE_TIMEOUT_S
-        while before is not None:
-            used = gpu_memory_used_bytes()
-            if used is None or used <= before + _FREE_SLACK_BYTES:
-                return
-            if time.monotonic() > limit_s:
-                report(
-                    f"WARNING: {(used - before) / 2**30:.1f} GiB of GPU memory more than before "
-                    "vLLM was started are in use after it ended; another process took them."
-                )
-                return
-            time.sleep(0.25)
 
     def _death(self, order: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -278,7 +269,7 @@ def launch(
     if is_stock:
         changes["VLLM_PLUGINS"] = other_plugins()
     handle, name = tempfile.mkstemp(prefix="vegas-vllm-", suffix=".log")
-    used = gpu_memory_used_bytes() if is_alone else None
+    guard = MemoryGuard() if is_alone else None
     ours, theirs = Pipe()
     with os.fdopen(handle, "wb") as log, theirs:
         process = subprocess.Popen(
@@ -290,7 +281,7 @@ def launch(
             start_new_session=True,
             env=child_environment(changes),
         )
-    return Child(process, ours, Path(name), used_before_bytes=used)
+    return Child(process, ours, Path(name), guard=guard)
 
 
 def other_plugins() -> str:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from vegas_runtime.backend import Capacity, EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
@@ -64,6 +65,10 @@ class VllmEngine:
         launch: starts the process that runs vLLM.
         clock: seconds, the same in that process.
 
+    Attributes:
+        num_starts: how often it was started.
+        memory: what became of the GPU memory when it ended last; unknown before that.
+
     Raises:
         BackendError: it does not start.
     """
@@ -92,6 +97,8 @@ class VllmEngine:
         self._limit: int | None = None
         self._prepared = ""
         self.num_starts = 0
+        self.memory: MemoryCheck = UNKNOWN
+        self._guard: MemoryGuard | None = None
         self._held_s = 0.0
         self._start()
 
@@ -346,6 +353,9 @@ class VllmEngine:
                     f"vLLM died {self.num_starts} times; it is not started again.",
                     hint="Its last log says why.",
                 )
+            if self._guard is not None:
+                # It would find too little memory, and say so in words of its own after a minute.
+                self._guard.look().refuse_held("vLLM")
             config = self._config
             self._start()
             self._apply(config, None)
@@ -375,7 +385,8 @@ class VllmEngine:
     def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.end(report=self._report)
+            self._guard = child.guard
+            self.memory = child.end(report=self._report)
             self._held_s += child.age_s
 
 
