@@ -2,8 +2,9 @@
 
     throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here;
                  all engines side by side on one GPU of 140 GB
-    lossless     ratio 1, greedy output against stock, distribution of a sampled token
-    both         the two of them, on the same engines
+    lossless     greedy output against stock, distribution of a sampled token, ratio 1
+    invariant    the half of it that is bit for bit: vLLM's batch-invariant mode
+    both         throughput, and the other half of lossless, on the same engines
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
     sweep        the default sweep of the command line: engine starts and GPU time
 
@@ -29,17 +30,17 @@ from benchmarks.vllm_arms import (
     CONTEXT,
     NEW_TOKENS,
     SAMPLED,
-    TOKENS_PER_REQUEST,
     Evidence,
     block_of,
     engine_of,
     mean_of,
+    pass_tokens,
     row,
     say,
     side_by_side,
     source_prompts,
 )
-from benchmarks.vllm_lossless import allow_planting, compare_outputs, full_acceptance, lossless
+from benchmarks.vllm_lossless import allow_planting, compare_outputs, invariant, lossless
 from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
@@ -69,6 +70,8 @@ TUNED = {
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
 
 
+PARTS = ("throughput", "lossless", "invariant", "both", "shape", "sweep")
+
 # Of each arm, by its name.
 Passes = dict[str, list[Measurement]]
 
@@ -78,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("throughput", "lossless", "both", "shape", "sweep"))
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batches", default="32,128,256")
     parser.add_argument("--seconds", type=float, default=35.0, help="of tuning at batch 100")
@@ -101,6 +104,8 @@ def main() -> None:
             )
         elif args.part == "lossless":
             lossless(find_checkpoint(args.model), rows, num_samples=args.samples)
+        elif args.part == "invariant":
+            invariant(find_checkpoint(args.model), rows, num_samples=args.samples)
         elif args.part == "shape":
             shape(args.data, rows)
         else:
@@ -165,8 +170,6 @@ def throughput(
                 compare_outputs(
                     stock[-1], engine, checkpoint.tokenizer, rows, num_samples=num_samples
                 )
-    if num_samples:
-        full_acceptance(checkpoint, rows)
 
 
 def _not_steady(sizes: Sequence[int], evidence: Evidence) -> Row:
@@ -260,7 +263,7 @@ def _tune(
         [block],
         budget_s=seconds,
         # Half of what is published rests on: candidates are many, and repeated.
-        tokens=TOKENS_PER_REQUEST // 2 * block.batch_size,
+        tokens=pass_tokens(block.batch_size) // 2,
         ratios=RATIOS,
         gammas=GAMMAS,
         rounds=1,

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +35,9 @@ CONTEXT = 7393
 NEW_TOKENS = 768
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
-# Tokens of a pass, for each running request.
+# Tokens of a pass: for each running request, and in all; a small batch's pass would take a second.
 TOKENS_PER_REQUEST = 256
+TOKENS_PER_PASS = 49_152
 _CHARS_PER_TOKEN = 6
 _START_S = time.monotonic()
 
@@ -109,20 +110,35 @@ def block_of(
     )
 
 
+def pass_tokens(batch_size: int) -> int:
+    """Tokens of a pass that figures rest on."""
+    return max(TOKENS_PER_REQUEST * batch_size, TOKENS_PER_PASS)
+
+
 @contextmanager
 def side_by_side(
-    checkpoint: Checkpoint, stock: Sequence[Capacity], plugin: Capacity
+    checkpoint: Checkpoint,
+    stock: Sequence[Capacity],
+    plugin: Capacity,
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[list[VllmEngine], VllmEngine]]:
     """Stock engines of several sizes and the plugin's, started at the same time on one GPU.
 
     Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
     alone, so each can be measured while the others are idle. Capacities must name their KV cache.
+
+    Args:
+        checkpoint: the model.
+        stock: of each stock engine.
+        plugin: of the plugin's.
+        environment: variables of theirs that differ from this process's.
     """
     wanted = [*((capacity, True) for capacity in stock), (plugin, False)]
     started_s = time.monotonic()
 
     def start(capacity: Capacity, is_stock: bool) -> VllmEngine:
-        launch = functools.partial(launch_host, is_alone=False)
+        launch = functools.partial(launch_host, is_alone=False, environment=environment)
         return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch)
 
     engines: list[VllmEngine] = []
@@ -207,7 +223,7 @@ class Evidence:
             run = engine.run(
                 block,
                 replicate=replicate,
-                max_tokens=TOKENS_PER_REQUEST * block.batch_size,
+                max_tokens=pass_tokens(block.batch_size),
                 deadline_s=deadline_s,
             )
         else:
@@ -237,18 +253,16 @@ class Evidence:
         say(f"{self._path.name}: {self._path.stat().st_size / 1e6:.1f} MB of records")
 
 
-def row(claim: str, case: str, estimate: Estimate | float, unit: str) -> Row:
-    """A published figure, four significant digits."""
+def row(claim: str, case: str, estimate: Estimate | float, unit: str, *, digits: int = 4) -> Row:
+    """A published figure, to so many significant digits."""
 
-    def digits(value: float) -> float:
-        return float(f"{value:.4g}") if math.isfinite(value) else value
+    def cut(value: float) -> float:
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else value
 
     if isinstance(estimate, Estimate):
-        low, high = digits(estimate.low), digits(estimate.high)
-        return Row(
-            claim=claim, case=case, value=digits(estimate.est), low=low, high=high, unit=unit
-        )
-    return Row(claim=claim, case=case, value=digits(estimate), low=None, high=None, unit=unit)
+        low, high = cut(estimate.low), cut(estimate.high)
+        return Row(claim=claim, case=case, value=cut(estimate.est), low=low, high=high, unit=unit)
+    return Row(claim=claim, case=case, value=cut(estimate), low=None, high=None, unit=unit)
 
 
 def mean_of(values: Iterable[float]) -> float:

@@ -45,8 +45,8 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     for module in (bench_vllm, vllm_lossless):
         monkeypatch.setattr(module, "source_prompts", prompts)
     monkeypatch.setattr(bench_vllm, "CONTEXT", 40)
-    for module in (bench_vllm, vllm_arms):
-        monkeypatch.setattr(module, "TOKENS_PER_REQUEST", 96)
+    monkeypatch.setattr(vllm_arms, "TOKENS_PER_REQUEST", 96)
+    monkeypatch.setattr(vllm_arms, "TOKENS_PER_PASS", 0)
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     source = replace(checkpoint(), facts={**checkpoint().facts, **shape})
     monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: source)
@@ -119,14 +119,34 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
     monkeypatch.setattr(vllm_lossless, "BATCH", 32)
     rows: list[Row] = []
     vllm_lossless.lossless(checkpoint(), rows, num_samples=3000)
-    assert sorted(arms) == [False, False, True]
+    assert sorted(arms) == [False, False, True, True]
     tests = _by_claim(rows, "same_distribution_p")
-    assert len(tests) == 3
+    modes = [case.split(",")[0].split(":")[0] for case in tests]
+    assert modes == [*["as served"] * 4, *["batch-invariant"] * 2, "a planted bug"]
     assert all(row.value > vllm_lossless.FALSE_ALARM_RATE for row in tests.values())
     shares = _by_claim(rows, "greedy_outputs_differing")
-    assert [row.value for row in shares.values()] == [1.0, 1.0]
-    (p,) = _by_claim(rows, "greedy_p").values()
-    assert p.value == 1.0
+    assert [row.value for row in shares.values()] == [1.0] * 4
+    assert [row.value for row in _by_claim(rows, "greedy_p").values()] == [1.0, 1.0]
+    assert len(_by_claim(rows, "acceptance_at_ratio_1")) == 3
+
+
+def test_the_invariant_half_tells_its_engines_so(
+    arms: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    started = vllm_lossless.side_by_side
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        told.append(kwargs.get("environment"))
+        return started(*args, **kwargs)
+
+    monkeypatch.setattr(vllm_lossless, "side_by_side", spy)
+    monkeypatch.setattr(vllm_lossless, "_plant", lambda engine: None)
+    monkeypatch.setattr(vllm_lossless, "_gap", lambda stock, prefix: 0.1)
+    for name, value in (("NUM_GREEDY", 8), ("GREEDY_TOKENS", 16), ("GREEDY_CONTEXT", 65)):
+        monkeypatch.setattr(vllm_lossless, name, value)
+    vllm_lossless.invariant(checkpoint(), [], num_samples=1000)
+    assert told == [{"VLLM_BATCH_INVARIANT": "1"}]
 
 
 def test_both_parts_run_on_the_same_engines(
@@ -138,11 +158,9 @@ def test_both_parts_run_on_the_same_engines(
         monkeypatch.setattr(vllm_lossless, name, value)
     rows: list[Row] = []
     bench_vllm.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path, num_samples=2000)
-    # Two of stock and one of the plugin side by side, then one for ratio 1.
-    assert sorted(arms) == [False, False, True, True]
+    assert sorted(arms) == [False, True, True], "two of stock and one of the plugin"
     claims = {row.claim for row in rows}
     assert {"speedup_vs_stock", "rows_all_vs_two", "same_distribution_p", "greedy_p"} <= claims
-    assert "acceptance_at_ratio_1" in claims
 
 
 def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> None:
