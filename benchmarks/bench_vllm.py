@@ -345,7 +345,7 @@ def _rows(
     named = f"{case} {_named(REPORTED)}"
     rows.append(row("acceptance_length", named, _length(reported), "tokens"))
     rows += [
-        row("first_i_drafts_accepted", f"{named}, i = {index}", share, "share")
+        row("first_i_drafts_accepted", f"{named} i={index}", share, "probability")
         for index, share in enumerate(reported.survival, start=1)
     ]
     return rows
