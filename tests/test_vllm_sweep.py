@@ -297,6 +297,10 @@ def test_vllm_has_defaults_of_its_own() -> None:
     assert request.spec.batch_size == VLLM.batch
     assert request.tokens == request_module.VLLM_TOKENS_PER_REQUEST * VLLM.batch
     assert request.ratios == VLLM.ratios
+    assert request.base.rows == "all"
+    assert SweepRequest.from_options(options(backend="vllm", rows="two")).base.rows == "two"
+    window = SweepRequest.from_options(options(backend="vllm", algorithm="streaming_llm"))
+    assert window.base.rows == "two", "a switch of vegas alone"
     # One token is left to compute after a hit on whole blocks.
     assert VLLM.context % 16 == 1
     large = SweepRequest.from_options(options(backend="vllm", batch=256))

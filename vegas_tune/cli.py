@@ -73,7 +73,9 @@ def sweep(
     min_p: Annotated[float, typer.Option(help="0 keeps all.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0,
     algorithm: Annotated[str, typer.Option(help="KV selection policy.")] = "vegas",
-    rows: Annotated[str, typer.Option(help="Verify rows summed (vegas).")] = "two",
+    rows: Annotated[
+        str | None, typer.Option(help="Verify rows summed (vegas).", show_default="two; vLLM: all")
+    ] = None,
     metric: Annotated[str, typer.Option(help="weight or logit (vegas).")] = "weight",
     scope: Annotated[str, typer.Option(help="layer or kv_head (vegas).")] = "layer",
     min_tokens: Annotated[
