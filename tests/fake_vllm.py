@@ -338,7 +338,8 @@ def open_core(
 ) -> FakeCore:
     """What `host.VllmCore` is to vLLM; reads the same options."""
     speculative = options.get("speculative_config", {})
-    assert bool(speculative) == has_plugin
+    is_ours = "sparse_attn_num_speculative_tokens_set" in speculative
+    assert is_ours == has_plugin
     engine_core = FakeEngineCore(
         FAST,
         clock or Clock(),
@@ -347,6 +348,11 @@ def open_core(
         max_ratio=speculative.get("sparse_attn_max_ratio", 1.0),
         **core,
     )
+    if speculative and not is_ours:
+        # A method of vLLM's own drafts as many as it was started with, and nothing changes that.
+        gamma = speculative["num_speculative_tokens"]
+        engine_core.scheduler.gamma = gamma
+        engine_core.setting |= {"num_speculative_tokens": gamma}
     return FakeCore(engine_core, has_plugin=has_plugin)
 
 
@@ -412,13 +418,16 @@ def inline_engine(
     own_clock = clock or Clock()
     children: list[InlineChild] = []
     size = options.pop("size", capacity())
+    drafting = options.pop("drafting", None)
 
     def start(stock: bool) -> Child:
         assert stock == is_stock
         children.append(InlineChild(own_clock, **options))
         return children[-1]  # type: ignore[return-value]
 
-    engine = VllmEngine(checkpoint(), size, is_stock=is_stock, launch=start, clock=own_clock)
+    engine = VllmEngine(
+        checkpoint(), size, is_stock=is_stock, drafting=drafting, launch=start, clock=own_clock
+    )
     return engine, children
 
 

@@ -25,7 +25,7 @@ from fake_vllm import (
 )
 
 from vegas_runtime import backend
-from vegas_runtime.backend import Capacity, PromptBlock
+from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError, UsageError
 from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard
@@ -325,6 +325,52 @@ def test_stock_drafts_nothing_and_keeps_its_batch() -> None:
         _run(stock, _block(batch_size=4))
 
 
+NGRAM = StockMethod(name="ngram", num_speculative_tokens=4, options={"prompt_lookup_max": 5})
+
+
+def test_what_vllm_s_own_method_accepts_is_told_from_its_outputs() -> None:
+    engine, _ = inline_engine(is_stock=True, drafting=NGRAM)
+    assert engine.info.max_num_speculative_tokens == 4
+    engine.configure(NGRAM.config)
+    run = _run(engine, tokens=20_000)
+    assert run.config == NGRAM.config
+    figures = _figures(run)
+    p = FAST.agreement(1.0)
+    # What its last step cut short is left out; two errors of 8 requests' mean over 6000 drafts.
+    assert figures.accepted is not None
+    assert figures.accepted.est == pytest.approx(sum(p**i for i in range(1, 5)), rel=0.02)
+    assert len(figures.survival) == 4
+    drafted = {count for step in run.steps for count in step.num_draft_tokens}
+    assert drafted == {0, 4}
+
+
+def test_vllm_s_own_method_cannot_change_while_it_runs() -> None:
+    engine, children = inline_engine(is_stock=True, drafting=NGRAM)
+    for other in (NGRAM.config.replace(num_speculative_tokens=2), PLAIN, SETTING):
+        with pytest.raises(ConfigError, match="4 by vLLM's own 'ngram'"):
+            engine.configure(other)
+    assert engine.config == NGRAM.config
+    assert len(children) == 1
+
+
+def test_a_first_token_and_a_cut_last_step_verify_nothing() -> None:
+    def output(end_s: float, **fields: Any) -> CoreOutput:
+        emission = Emission(request_id="a", **fields)
+        return CoreOutput(end_s=end_s, emissions=[emission], num_running=1, num_waiting=0)
+
+    outputs = [
+        output(0.0, token_ids=[0]),
+        output(1.0, token_ids=[1], num_prompt_tokens=9, num_cached_tokens=8),
+        output(2.0, token_ids=[2, 3, 4]),
+        output(3.0, token_ids=[5]),
+        output(4.0, token_ids=[6, 7], finish_reason="length"),
+    ]
+    steps = steps_of_outputs(outputs, 3)
+    assert [step.num_draft_tokens for step in steps] == [[0], [3], [3], [0]]
+    assert [step.num_accepted_tokens for step in steps] == [[0], [2], [0], [0]]
+    assert [step.num_emitted_tokens for step in steps] == [[1], [3], [1], [2]]
+
+
 def test_a_prompt_computed_in_chunks_marks_every_step_since_its_admission() -> None:
     def output(end_s: float, *emissions: Emission) -> CoreOutput:
         return CoreOutput(end_s=end_s, emissions=list(emissions), num_running=2, num_waiting=0)
@@ -356,6 +402,20 @@ def test_both_arms_get_the_same_options_but_the_plugin_s() -> None:
     assert speculative["sparse_attn_num_speculative_tokens_set"] == [0, 2, 4, 6, 8]
     assert speculative["sparse_attn_max_ratio"] == 0.5
     assert speculative["sparse_attn_ratio"] <= 0.5
+
+
+def test_vllm_s_own_method_gets_its_keys_and_the_graphs_its_batch_takes() -> None:
+    size = capacity(batch_size=256)
+    stock = engine_options(checkpoint(), size, is_stock=True)
+    options = engine_options(checkpoint(), size, is_stock=True, drafting=NGRAM)
+    sizes = options.pop("cudagraph_capture_sizes")
+    assert max(sizes) == 256 * 5
+    assert options.pop("speculative_config") == {
+        "method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5,
+    }  # fmt: skip
+    assert options == stock
+    head = StockMethod(name="eagle3", num_speculative_tokens=2, model="/heads/one")
+    assert head.to_vllm()["model"] == "/heads/one"
 
 
 def test_sampling_is_vllm_s_own_words() -> None:

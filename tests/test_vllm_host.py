@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_vllm import capacity, checkpoint
 
+from vegas_runtime.backend import ON_V1_RUNNER, STOCK_METHODS, StockMethod
 from vegas_runtime.config import SamplingConfig
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin.engine import engine_options
@@ -46,6 +47,35 @@ def test_every_engine_option_exists(is_stock: bool) -> None:
 
     options = engine_options(checkpoint(), capacity(), is_stock=is_stock)
     assert set(options) <= _fields(EngineArgs)
+
+
+def test_methods_of_vllm_s_own_are_known_to_it_and_run_where_it_is_said() -> None:
+    from types import SimpleNamespace
+    from typing import get_args
+
+    from vllm.config import VllmConfig
+    from vllm.config.speculative import SpeculativeMethod
+    from vllm.engine.arg_utils import EngineArgs
+
+    drafting = StockMethod(name="ngram", num_speculative_tokens=3)
+    options = engine_options(checkpoint(), capacity(), is_stock=True, drafting=drafting)
+    assert set(options) <= _fields(EngineArgs)
+
+    def known(kind: Any) -> set[str]:
+        parts = get_args(kind)
+        return {kind} if isinstance(kind, str) else {name for part in parts for name in known(part)}
+
+    parallel = SimpleNamespace(
+        distributed_executor_backend=None, pipeline_parallel_size=1, use_ubatching=False
+    )
+    on_v1 = set()
+    for name in STOCK_METHODS:
+        assert name in known(SpeculativeMethod)
+        method = SimpleNamespace(method=name, parallel_drafting=False)
+        config = SimpleNamespace(speculative_config=method, parallel_config=parallel)
+        if VllmConfig._get_v2_model_runner_unsupported_features(config):  # type: ignore[arg-type]
+            on_v1.add(name)
+    assert on_v1 == set(ON_V1_RUNNER)
 
 
 def test_sampling_is_accepted_by_vllm() -> None:

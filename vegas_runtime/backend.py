@@ -139,6 +139,49 @@ class Capacity:
         )
 
 
+# vLLM's own ways to draft: the first two need nothing, the others a model, a head, or layers made
+# for it in the model itself.
+STOCK_METHODS: Final = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
+# vLLM 0.33 runs every method on its V2 model runner but these.
+ON_V1_RUNNER: Final = frozenset({"suffix"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockMethod:
+    """One of vLLM's own ways to draft, at one number of tokens; fixed while the engine runs.
+
+    Attributes:
+        name: one of `STOCK_METHODS`, as vLLM's `method`.
+        num_speculative_tokens: tokens drafted per iteration (gamma), the most where the method
+            decides for itself; at least 1.
+        model: the draft model or head; empty for a method without one.
+        options: further keys of vLLM's `--speculative-config`.
+    """
+
+    name: str
+    num_speculative_tokens: int
+    model: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> SpeculationConfig:
+        """The setting that its engine reports; it selects no KV entries, so its ratio is 1."""
+        return SpeculationConfig(
+            algorithm=self.name,
+            num_speculative_tokens=self.num_speculative_tokens,
+            sparsity_ratio=1.0,
+        )
+
+    def to_vllm(self) -> dict[str, Any]:
+        """The value of vLLM's `--speculative-config`."""
+        return {
+            "method": self.name,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **({"model": self.model} if self.model else {}),
+            **self.options,
+        }
+
+
 class Engine(Protocol):
     """What the tuner needs of an engine."""
 
@@ -296,6 +339,7 @@ def open_vllm(
     capacity: Capacity,
     *,
     is_stock: bool = False,
+    drafting: StockMethod | None = None,
     report: Callable[[str], None] | None = None,
 ) -> VllmEngine:
     """Open vLLM on a checkpoint.
@@ -303,7 +347,9 @@ def open_vllm(
     Args:
         checkpoint: from `find_checkpoint`.
         capacity: what the engine must be able to hold.
-        is_stock: as it is installed, without the plugin, at its own defaults, gamma 0 only.
+        is_stock: as it is installed, without the plugin, at its own defaults, gamma 0 only unless
+            it is to draft by a method of its own.
+        drafting: that method; only stock vLLM has one.
         report: told what takes long.
 
     Raises:
@@ -316,7 +362,7 @@ def open_vllm(
         )
     from vegas_runtime.vllm_plugin.engine import VllmEngine
 
-    return VllmEngine(checkpoint, capacity, is_stock=is_stock, report=report)
+    return VllmEngine(checkpoint, capacity, is_stock=is_stock, drafting=drafting, report=report)
 
 
 def _silent(_: str) -> None:

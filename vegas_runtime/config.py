@@ -35,7 +35,8 @@ class SpeculationConfig:
     """How to draft.
 
     Attributes:
-        algorithm: name of the KV selection policy, a key of `policies.POLICIES`.
+        algorithm: name of the KV selection policy, a key of `policies.POLICIES`; of an engine's
+            own method where that drafts (`backend.StockMethod`).
         num_speculative_tokens: tokens drafted per iteration (gamma); 0 is plain decoding.
         sparsity_ratio: fraction of KV entries kept while drafting, in (0, 1].
         min_tokens: floor of the KV budget, in tokens.

@@ -148,6 +148,7 @@ class DecodeOrder:
         has_arrivals: requests end and others take their place; without, all start together and
             the pass ends before the first of them does.
         is_recorded: whether the engine core records its steps itself (the plugin's does).
+        num_draft_tokens: of one that does not, what it drafts per request and iteration.
     """
 
     key: str
@@ -159,6 +160,7 @@ class DecodeOrder:
     deadline_s: float
     is_recorded: bool
     has_arrivals: bool = True
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,7 @@ class Driver:
             steps = [EngineStep.from_dict(row) for row in rows]
         else:
             self._core.call("get_supported_tasks")
-            steps = steps_of_outputs(outputs)
+            steps = steps_of_outputs(outputs, order.num_draft_tokens)
         records = to_records(steps, arrivals.places, block_size=self._core.facts.block_size)
         if not any(record.kind == "decode" for record in records):
             raise BackendError(
@@ -425,12 +427,20 @@ def _limit(number: int, order: DecodeOrder) -> int:
     return max(1, -(-order.max_new_tokens * (number + 1) // order.batch_size))
 
 
-def steps_of_outputs(outputs: Sequence[CoreOutput]) -> list[EngineStep]:
-    """Steps of an engine that drafts nothing and records nothing, from what it put out.
+def steps_of_outputs(outputs: Sequence[CoreOutput], num_draft_tokens: int = 0) -> list[EngineStep]:
+    """Steps of an engine that records nothing, from what it put out.
 
     The first output has no beginning to be timed from and is left out. A prompt that was computed
     over several steps is seen only when its first token comes, so every step since its admission
     is counted as processing it.
+
+    Args:
+        outputs: in order.
+        num_draft_tokens: what the engine drafts per request and iteration. A method that drafts
+            fewer now and then is counted as having had the rest rejected: what it did not draft
+            it did not gain. A request's first token comes from its prompt, without drafts, and
+            its last tokens may have been cut by its output limit; neither counts as a
+            verification.
     """
     contexts = [0] * len(outputs)
     for index, output in enumerate(outputs):
@@ -445,7 +455,11 @@ def steps_of_outputs(outputs: Sequence[CoreOutput]) -> list[EngineStep]:
     for index in range(1, len(outputs)):
         output = outputs[index]
         emissions = [one for one in output.emissions if one.token_ids]
-        zeros = [0] * len(emissions)
+        drafted = [
+            0 if one.num_prompt_tokens or one.finish_reason else num_draft_tokens
+            for one in emissions
+        ]
+        emitted = [len(one.token_ids) for one in emissions]
         steps.append(
             EngineStep(
                 number=index,
@@ -454,9 +468,13 @@ def steps_of_outputs(outputs: Sequence[CoreOutput]) -> list[EngineStep]:
                 num_waiting=output.num_waiting,
                 num_context_tokens=contexts[index],
                 request_ids=[one.request_id for one in emissions],
-                num_draft_tokens=zeros,
-                num_accepted_tokens=zeros,
-                num_emitted_tokens=[len(one.token_ids) for one in emissions],
+                num_draft_tokens=drafted,
+                # One of the tokens is the target's own.
+                num_accepted_tokens=[
+                    tokens - 1 if drafts else 0
+                    for tokens, drafts in zip(emitted, drafted, strict=True)
+                ],
+                num_emitted_tokens=emitted,
             )
         )
     return steps

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vegas_runtime.backend import Capacity, EngineInfo, PromptBlock
+from vegas_runtime.backend import Capacity, EngineInfo, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
+from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
 from vegas_runtime.vllm_plugin.recording import Clock
 
 Report = Callable[[str], None]
@@ -29,6 +30,9 @@ _START_QUIET_S: Final = 300.0
 _GRACE_S: Final = 60.0
 _PREFILL_TIMEOUT_S: Final = 900.0
 _CONTROL_TIMEOUT_S: Final = 120.0
+
+# Tokens of one step that vLLM takes by default when it serves; larger graphs could not be used.
+_MOST_STEP_TOKENS: Final = 8192
 
 _PLAIN: Final = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
 
@@ -53,7 +57,7 @@ class VllmEngine:
 
     With the plugin, drafting is on and every knob that `configure` takes can change while the
     engine runs. Without it (`is_stock`), vLLM is what was installed, at its own defaults, and gamma
-    0 is all it does.
+    0 is all it does, or one method of vLLM's own at one gamma (`drafting`).
 
     An engine that died is started again for the next measurement, at most `MAX_STARTS` times.
 
@@ -61,6 +65,7 @@ class VllmEngine:
         checkpoint: what to serve.
         capacity: what the engine must be able to hold.
         is_stock: leave the plugin out.
+        drafting: how stock vLLM drafts; None for plain decoding.
         report: told what takes long.
         launch: starts the process that runs vLLM.
         clock: seconds, the same in that process.
@@ -79,21 +84,24 @@ class VllmEngine:
         capacity: Capacity,
         *,
         is_stock: bool = False,
+        drafting: StockMethod | None = None,
         report: Report | None = None,
         launch: Launch = launch_host,
         clock: Clock = time.monotonic,
     ) -> None:
+        assert is_stock or drafting is None, "with the plugin, drafting is the plugin's"
         self._clock = clock
         self._checkpoint = checkpoint
         self._capacity = capacity
         self._is_stock = is_stock
+        self._drafting = drafting
         self._report = report or _silent
         self._launch = launch
-        self._options = engine_options(checkpoint, capacity, is_stock=is_stock)
+        self._options = engine_options(checkpoint, capacity, is_stock=is_stock, drafting=drafting)
         self._child: Child | None = None
         self._facts: CoreFacts | None = None
         self._is_closed = False
-        self._config = _PLAIN
+        self._config = self._first_config
         self._limit: int | None = None
         self._prepared = ""
         self.num_starts = 0
@@ -225,6 +233,7 @@ class VllmEngine:
             deadline_s=deadline_s,
             is_recorded=not self._is_stock,
             has_arrivals=has_arrivals,
+            num_draft_tokens=self._config.num_speculative_tokens,
         )
         left_s = max(0.0, deadline_s - self.now_s())
         decoded: Decoded = self._ask("run", timeout_s=left_s + _GRACE_S, order=order)
@@ -288,16 +297,30 @@ class VllmEngine:
 
     @property
     def _gammas(self) -> tuple[int, ...]:
-        return (0,) if self._is_stock else self._capacity.gammas
+        if self._is_stock:
+            return (self._first_config.num_speculative_tokens,)
+        return self._capacity.gammas
+
+    @property
+    def _first_config(self) -> SpeculationConfig:
+        """What is in force when the engine has started."""
+        return _PLAIN if self._drafting is None else self._drafting.config
 
     def _refuse(self, config: SpeculationConfig) -> None:
         gamma = config.num_speculative_tokens
+        own = self._drafting
+        if own is not None and (config.algorithm, gamma) != (own.name, own.num_speculative_tokens):
+            raise ConfigError(
+                f"{config.algorithm!r} with {gamma} drafted tokens was asked of an engine that "
+                f"drafts {own.num_speculative_tokens} by vLLM's own {own.name!r}; it cannot change "
+                "while it runs."
+            )
         if gamma not in self._gammas:
             known = ", ".join(map(str, self._gammas))
             raise ConfigError(
                 f"`num_speculative_tokens` is {gamma}, but this engine was started for {known}."
             )
-        if gamma and config.sparsity_ratio > self._capacity.max_ratio:
+        if gamma and own is None and config.sparsity_ratio > self._capacity.max_ratio:
             raise ConfigError(
                 f"`sparsity_ratio` is {config.sparsity_ratio:g}, but this engine was started for "
                 f"at most {self._capacity.max_ratio:g}."
@@ -325,6 +348,9 @@ class VllmEngine:
 
     def _start(self) -> None:
         what = "stock vLLM" if self._is_stock else "vLLM with the plugin"
+        if self._drafting is not None:
+            gamma = self._drafting.num_speculative_tokens
+            what += f" with {self._drafting.name}, {gamma} drafted tokens"
         self._report(f"starting {what}")
         self.num_starts += 1
         self._child = self._launch(self._is_stock)
@@ -338,7 +364,7 @@ class VllmEngine:
             )
         )
         self._limit = None
-        self._apply(_PLAIN, None)
+        self._apply(self._first_config, None)
 
     def _alive(self) -> Child:
         assert self._child is not None
@@ -390,10 +416,18 @@ class VllmEngine:
             self._held_s += child.age_s
 
 
-def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool) -> dict[str, Any]:
+def engine_options(
+    checkpoint: Checkpoint,
+    capacity: Capacity,
+    *,
+    is_stock: bool,
+    drafting: StockMethod | None = None,
+) -> dict[str, Any]:
     """Fields of vLLM's `EngineArgs`; what is not named here is left at vLLM's default.
 
     Both arms get what the workload needs and nothing else, so that their difference is the plugin.
+    Where stock vLLM drafts, it also gets the CUDA graphs that verifying its batch takes, as the
+    plugin does: vLLM's default ends at 512 tokens, 73 requests at gamma 6.
     """
     options: dict[str, Any] = {
         "model": str(checkpoint.folder),
@@ -410,6 +444,12 @@ def engine_options(checkpoint: Checkpoint, capacity: Capacity, *, is_stock: bool
     }
     if capacity.kv_cache_bytes is not None:
         options["kv_cache_memory_bytes"] = capacity.kv_cache_bytes
+    if drafting is not None:
+        gamma = drafting.num_speculative_tokens
+        options["speculative_config"] = drafting.to_vllm()
+        options["cudagraph_capture_sizes"] = capture_sizes(
+            (gamma,), capacity.batch_size, _MOST_STEP_TOKENS
+        )
     if is_stock:
         return options
     start = capacity.config.replace(
