@@ -38,6 +38,7 @@ from vegas_runtime.vllm_plugin.engine import (
     MAX_STARTS,
     VllmEngine,
     control_values,
+    declared_besides,
     engine_options,
 )
 from vegas_runtime.vllm_plugin.host import sampling_params
@@ -402,6 +403,35 @@ def test_both_arms_get_the_same_options_but_the_plugin_s() -> None:
     assert speculative["sparse_attn_num_speculative_tokens_set"] == [0, 2, 4, 6, 8]
     assert speculative["sparse_attn_max_ratio"] == 0.5
     assert speculative["sparse_attn_ratio"] <= 0.5
+
+
+def test_methods_to_be_switched_to_are_declared_where_the_plugin_has_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = capacity().config
+    bases = [base, base.replace(algorithm="quest"), base.replace(rows="last_accepted")]
+    for constant in ("ALGORITHMS_KEY", "ROWS_KEY"):
+        monkeypatch.delattr(engine_module.plugin_config, constant, raising=False)
+    assert declared_besides(capacity(also=tuple(bases))) == {}
+    monkeypatch.setattr(engine_module.plugin_config, "ALGORITHMS_KEY", "algorithms", raising=False)
+    monkeypatch.setattr(engine_module.plugin_config, "ROWS_KEY", "rows", raising=False)
+    declared = declared_besides(capacity(also=tuple(bases)))
+    assert declared == {"algorithms": ["quest", "streaming_llm"], "rows": ["last_accepted"]}
+    assert declared_besides(capacity()) == {}
+    options = engine_options(checkpoint(), capacity(also=tuple(bases)), is_stock=False)
+    assert options["speculative_config"]["algorithms"] == ["quest", "streaming_llm"]
+
+
+def test_the_window_is_what_selecting_is_measured_against() -> None:
+    engine, _ = inline_engine()
+    window = engine.without_selection(SETTING)
+    assert window == SETTING.replace(algorithm="streaming_llm")
+    assert window is not None
+    engine.configure(window)
+    assert engine.without_selection(window) is None
+    assert engine.without_selection(PLAIN) is None
+    stock, _ = inline_engine(is_stock=True, drafting=NGRAM)
+    assert stock.without_selection(NGRAM.config) is None
 
 
 def test_vllm_s_own_method_gets_its_keys_and_the_graphs_its_batch_takes() -> None:

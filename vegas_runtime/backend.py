@@ -76,6 +76,7 @@ class Capacity:
         gammas: every `num_speculative_tokens` that will be configured, ascending, 0 among them.
         max_ratio: largest sparsity ratio that will be configured.
         config: algorithm, floor and switches; its gamma and ratio do not matter.
+        also: settings of other algorithms and switches that will be configured besides.
         gpu_memory_utilization: share of the GPU's memory the engine may take.
         kv_cache_bytes: size of the KV cache, for engines side by side on one GPU; what is left of
             the engine's share by default.
@@ -91,6 +92,7 @@ class Capacity:
     gammas: tuple[int, ...]
     max_ratio: float
     config: SpeculationConfig
+    also: tuple[SpeculationConfig, ...] = ()
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     speculative_options: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Capacity:
         gammas: Iterable[int],
         ratios: Iterable[float],
         config: SpeculationConfig,
+        also: Iterable[SpeculationConfig] = (),
     ) -> Self:
         """What measuring these blocks at these settings takes.
 
@@ -128,6 +131,7 @@ class Capacity:
             gammas: to be configured; 0 is added.
             ratios: to be configured.
             config: algorithm, floor and switches.
+            also: other algorithms and switches to be configured.
         """
         longest = max(max(map(len, block.prompts)) + block.max_new_tokens for block in blocks)
         return cls(
@@ -136,6 +140,7 @@ class Capacity:
             gammas=tuple(sorted({0, *gammas})),
             max_ratio=max(ratios),
             config=config,
+            also=tuple(also),
         )
 
 
@@ -251,6 +256,18 @@ class SelectionRecorder(Protocol):
         """
 
 
+@runtime_checkable
+class WindowDrafter(Protocol):
+    """What an engine offers that drafts from a window of any method's budget.
+
+    The same number of drafts over as many KV entries, without the work of choosing them: what that
+    work costs, where drafts cannot be played back.
+    """
+
+    def without_selection(self, config: SpeculationConfig) -> SpeculationConfig | None:
+        """The setting that differs from this one in the choice alone; None where none does."""
+
+
 def open_backend(
     name: str,
     *,
@@ -308,6 +325,27 @@ def open_backend(
         report=report,
     )
     return engine, reason
+
+
+def refusal_by_vllm(config: SpeculationConfig) -> str:
+    """Why the plugin for vLLM cannot be started for a setting; empty when it can.
+
+    Args:
+        config: algorithm and switches; its gamma and ratio do not matter.
+
+    Raises:
+        ConfigError: no engine knows such a method.
+    """
+    from vegas_runtime.policies import make_policy
+    from vegas_runtime.vllm_plugin.config import translate
+
+    make_policy(config)
+    start = config.replace(num_speculative_tokens=1, sparsity_ratio=1.0)
+    try:
+        translate(start.to_rfc(), model="")
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
 def find_checkpoint(

@@ -295,8 +295,19 @@ def compare(
         str | None, typer.Option(help="Compare methods on this model: Hub id, path or alias.")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Policies; with switches: quest:scope=kv_head, last_accepted.")
-    ] = "vegas,streaming_llm,quest,spec_extend",
+        str | None,
+        typer.Option(
+            help="Policies, with switches: quest:scope=kv_head, last_accepted; and ngram, "
+            "suffix, draft_model, eagle3, mtp of vLLM itself.",
+            show_default="vegas,streaming_llm,quest,spec_extend; on vLLM ngram,suffix as well",
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Compare vLLM's draft_model with this model as well.")
+    ] = None,
+    eagle_head: Annotated[
+        str | None, typer.Option(help="Compare vLLM's eagle3 with this head as well.")
+    ] = None,
     gamma: Annotated[str, typer.Option(help="auto tunes it; a number fixes it for all.")] = "auto",
     backend: Backend = "auto",
     budget: Annotated[

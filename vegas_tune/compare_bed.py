@@ -2,7 +2,7 @@
 
 An engine that grows is opened first and asked for its tokenizer. vLLM is sized for its workload at
 the start, so the prompts come first; what a user has today, vLLM without the plugin, is another
-engine, measured before and after.
+engine, measured before and after, and so is each of vLLM's own methods, measured before.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vegas_runtime.backend import (
     Capacity,
     Engine,
+    StockMethod,
     find_checkpoint,
     open_backend,
     open_vllm,
+    refusal_by_vllm,
     resolve_backend,
 )
-from vegas_runtime.errors import UsageError
-from vegas_tune.methods import Method
+from vegas_runtime.errors import BackendError, ConfigError, UsageError
+from vegas_tune.methods import Method, slug
 from vegas_tune.plan import Plan
 from vegas_tune.request import SweepRequest
 from vegas_tune.tune import plan_sweep, run_folder, usable_ratios
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vegas_runtime.vllm_plugin.engine import VllmEngine
     from vegas_tune.progress import SweepProgress
     from vegas_tune.stock import StockArm
+    from vegas_tune.stock_methods import OwnMethod, OwnResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,14 @@ class Bed:
     Attributes:
         engine: configured to every method in turn.
         workload: its prompts.
-        plans: by method name.
+        plans: by method name, of the methods that the engine runs.
         folder: of the run; no other process uses it.
         opened_s: when opening the engine began, `time.monotonic`.
         backend_reason: which engine was taken, and why.
         stock: the engine without the plugin; None where there is none. Its second half is
             measured when the bed is left.
+        refused: by method name, why the engine does not run it.
+        own: vLLM's own methods, measured on engines of their own.
     """
 
     engine: Engine
@@ -59,16 +64,27 @@ class Bed:
     opened_s: float
     backend_reason: str
     stock: StockArm | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    own: tuple[OwnResult, ...] = ()
 
 
 def open_bed(
-    sweep: SweepRequest, methods: tuple[Method, ...], progress: SweepProgress
+    sweep: SweepRequest,
+    methods: tuple[Method, ...],
+    own: tuple[OwnMethod, ...],
+    progress: SweepProgress,
 ) -> AbstractContextManager[Bed]:
     """Open the engine that was asked for, for these methods.
 
+    Args:
+        sweep: what every method's tuning has in common.
+        methods: that select KV entries.
+        own: vLLM's own methods, asked for as well.
+        progress: told what goes on.
+
     Raises:
         UsageError: a replay, which holds no text.
-        ConfigError: a method that the engine lacks.
+        ConfigError: a method that no engine has, or none that this engine runs.
         VegasError: as opening an engine and making a workload raise.
     """
     backend, reason = resolve_backend(sweep.backend)
@@ -76,12 +92,16 @@ def open_bed(
         raise UsageError("a replay holds no text, so methods cannot be compared on it.")
     progress.note(f"backend: {reason}")
     make = _on_vllm if backend == "vllm" else _on_reference
-    return make(sweep, methods, progress, reason)
+    return make(sweep, methods, own, progress, reason)
 
 
 @contextmanager
 def _on_reference(
-    sweep: SweepRequest, methods: tuple[Method, ...], progress: SweepProgress, reason: str
+    sweep: SweepRequest,
+    methods: tuple[Method, ...],
+    own: tuple[OwnMethod, ...],
+    progress: SweepProgress,
+    reason: str,
 ) -> Iterator[Bed]:
     opened_s = time.monotonic()
     engine, _ = open_backend(
@@ -97,8 +117,10 @@ def _on_reference(
             sweep.spec, engine.tokenizer, max_model_len=engine.info.model.get("max_model_len")
         )
         plans = _plans(sweep, methods, engine.info.model, workload)
-        _try(engine, plans)
-        with _folder(sweep, plans, progress) as folder:
+        for plan in plans.values():
+            _try(engine, plan)
+        lacking = "it is a method of vLLM's own, and this is the reference engine"
+        with _folder(sweep, plans, own, progress) as folder:
             yield Bed(
                 engine=engine,
                 workload=workload,
@@ -106,6 +128,7 @@ def _on_reference(
                 folder=folder,
                 opened_s=opened_s,
                 backend_reason=reason,
+                refused={one.name: lacking for one in own},
             )
     finally:
         engine.close()
@@ -113,37 +136,56 @@ def _on_reference(
 
 @contextmanager
 def _on_vllm(
-    sweep: SweepRequest, methods: tuple[Method, ...], progress: SweepProgress, reason: str
+    sweep: SweepRequest,
+    methods: tuple[Method, ...],
+    own: tuple[OwnMethod, ...],
+    progress: SweepProgress,
+    reason: str,
 ) -> Iterator[Bed]:
     from vegas_tune.record_folder import RecordFolder
     from vegas_tune.stock import StockArm
+    from vegas_tune.stock_methods import OwnMethods
 
+    refused = {method.name: refusal_by_vllm(method.base) for method in methods}
+    refused = {name: why for name, why in refused.items() if why}
+    served = tuple(method for method in methods if method.name not in refused)
+    if not served:
+        raise _none_served(refused)
     checkpoint = find_checkpoint(sweep.model, dtype=sweep.dtype, report=progress.waiting)
+    own = tuple(_with_folder(one, sweep, progress) for one in own)
     workload = build_workload(
         sweep.spec, checkpoint.tokenizer, max_model_len=checkpoint.facts.get("max_model_len")
     )
-    plans = _plans(sweep, methods, checkpoint.facts, workload)
+    plans = _plans(sweep, served, checkpoint.facts, workload)
     any_plan = next(iter(plans.values()))
-    # An engine started to collect scores also runs what needs none; the reverse does not hold.
-    scored = [plan.base for plan in plans.values() if plan.base.algorithm == "vegas"]
-    capacity = Capacity.of(
-        workload.blocks,
-        gammas=any_plan.gammas,
-        ratios=any_plan.ratios,
-        config=scored[0] if scored else any_plan.base,
-    )
+    capacity = capacity_for(list(plans.values()), workload)
 
-    def start(*, is_stock: bool) -> VllmEngine:
-        return open_vllm(checkpoint, capacity, is_stock=is_stock, report=progress.waiting)
+    def start(*, is_stock: bool, drafting: StockMethod | None = None) -> VllmEngine:
+        return open_vllm(
+            checkpoint, capacity, is_stock=is_stock, drafting=drafting, report=progress.waiting
+        )
 
-    with _folder(sweep, plans, progress) as folder:
+    with _folder(sweep, plans, own, progress) as folder:
         store = RecordFolder(folder / "stock")
         stock = StockArm(any_plan, workload.blocks, store, lambda: start(is_stock=True), progress)
         stock.measure("before")
+        arms = OwnMethods(
+            any_plan,
+            workload.blocks,
+            lambda one: RecordFolder(folder / "vllm" / slug(one.name)),
+            lambda drafting: start(is_stock=True, drafting=drafting),
+            progress,
+        )
+        results = tuple(arms.measure(one) for one in own)
         opened_s = time.monotonic()
         engine = start(is_stock=False)
         try:
-            _try(engine, plans)
+            refused |= _refused(engine, plans)
+            plans = {name: plan for name, plan in plans.items() if name not in refused}
+            if not plans:
+                raise _none_served(refused)
+            for name, why in refused.items():
+                progress.note(f"WARNING: {name} is not measured: {why}")
             yield Bed(
                 engine=engine,
                 workload=workload,
@@ -152,12 +194,52 @@ def _on_vllm(
                 opened_s=opened_s,
                 backend_reason=reason,
                 stock=stock,
+                refused=refused,
+                own=results,
             )
         finally:
             engine.close()
         stock.measure("after")
         for failure in stock.failures:
             progress.note(f"WARNING: a pass of stock vLLM failed: {failure.reason}")
+
+
+def capacity_for(plans: Sequence[Plan], workload: Workload) -> Capacity:
+    """What one plugin engine must be able to hold to run all of these methods.
+
+    Args:
+        plans: of the methods; gammas and ratios are the same in all.
+        workload: what they are measured on.
+    """
+    # An engine started to collect scores also runs what needs none; the reverse does not hold.
+    # Switches that the plugin may refuse are left for the running engine to refuse.
+    bases = [plan.base for plan in plans]
+    first = min(
+        bases,
+        key=lambda base: (
+            base.algorithm != "vegas",
+            base.metric != "weight" or base.rows in ("last_accepted", "accepted_only"),
+        ),
+    )
+    return Capacity.of(
+        workload.blocks, gammas=plans[0].gammas, ratios=plans[0].ratios, config=first, also=bases
+    )
+
+
+def _none_served(refused: Mapping[str, str]) -> ConfigError:
+    reasons = " ".join(f"{name}: {why}" for name, why in refused.items())
+    return ConfigError(
+        f"of {len(refused)} methods that select KV entries vLLM runs none here. {reasons}",
+        hint="The reference engine runs every method: --backend reference.",
+    )
+
+
+def _with_folder(one: OwnMethod, sweep: SweepRequest, progress: SweepProgress) -> OwnMethod:
+    """A draft model where it lies on this machine; it may be named as any model may."""
+    if one.name != "draft_model" or one.reason:
+        return one
+    found = find_checkpoint(one.model, dtype=sweep.dtype, report=progress.waiting)
+    return replace(one, model=str(found.folder))
 
 
 def _plans(
@@ -170,20 +252,34 @@ def _plans(
     }
 
 
-def _try(engine: Engine, plans: Mapping[str, Plan]) -> None:
+def _try(engine: Engine, plan: Plan) -> None:
     """A method the engine lacks is said before anything is prefilled."""
-    for plan in plans.values():
-        engine.configure(plan.config(plan.gammas[-1], plan.ratios[0]))
+    engine.configure(plan.config(plan.gammas[-1], plan.ratios[0]))
+
+
+def _refused(engine: Engine, plans: Mapping[str, Plan]) -> dict[str, str]:
+    """Methods that a running engine does not take, each with its sentence."""
+    refused = {}
+    for name, plan in plans.items():
+        try:
+            _try(engine, plan)
+        except (BackendError, ConfigError) as error:
+            refused[name] = error.message
+    return refused
 
 
 @contextmanager
 def _folder(
-    sweep: SweepRequest, plans: Mapping[str, Plan], progress: SweepProgress
+    sweep: SweepRequest,
+    plans: Mapping[str, Plan],
+    own: Sequence[OwnMethod],
+    progress: SweepProgress,
 ) -> Iterator[Path]:
     from vegas_tune.study import folder_lock
 
-    text = json.dumps([[name, plan.identity] for name, plan in plans.items()])
-    identity = hashlib.sha256(text.encode()).hexdigest()
+    asked = [[name, plan.identity] for name, plan in plans.items()]
+    asked += [[one.name, one.model] for one in own]
+    identity = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     folder = run_folder(sweep, identity, prefix="compare-")
     progress.note(f"run folder: {folder}")
     with folder_lock(folder):

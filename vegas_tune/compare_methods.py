@@ -9,14 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder
+from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, resolve_backend
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
 from vegas_runtime.records import replace_file
 from vegas_tune.compare_bed import Bed, open_bed
-from vegas_tune.methods import PLAIN, STOCK, Method, parse_methods, slug
+from vegas_tune.methods import (
+    DEFAULT_METHODS,
+    DEFAULT_ON_VLLM,
+    Method,
+    parse_methods,
+    slug,
+    split_own,
+)
 from vegas_tune.plan import BUDGET_SHARES, REFINE, Plan
 from vegas_tune.request import SweepRequest
+from vegas_tune.stock_methods import OwnMethod, own_method
 from vegas_tune.tune import first_interrupt_finishes
 
 if TYPE_CHECKING:
@@ -24,7 +32,6 @@ if TYPE_CHECKING:
     from vegas_tune.method_report import MethodComparison
     from vegas_tune.method_rounds import SideBySide
     from vegas_tune.progress import SweepProgress
-    from vegas_tune.stock import StockArm
     from vegas_tune.sweep import Search
 
 # Of the time for measuring, what tuning all methods may take; comparing gets the rest.
@@ -43,15 +50,17 @@ class CompareRequest:
 
     Attributes:
         sweep: what every method's tuning has in common; its algorithm is not used.
-        methods: what to compare, in the order given.
+        methods: what to compare of what selects KV entries, in the order given.
+        own: vLLM's own methods, likewise.
     """
 
     sweep: SweepRequest
     methods: tuple[Method, ...]
+    own: tuple[OwnMethod, ...] = ()
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:
-        """Read the command's options: those of `sweep`, `methods`, `gamma`; no profiles.
+        """Read the command's options: those of `sweep`, what to compare, `gamma`; no profiles.
 
         Raises:
             UsageError: an option that cannot be read or does not go with another.
@@ -63,7 +72,9 @@ class CompareRequest:
                 f"--model {options['model']} compares methods, {profiles[0]} is a profile to "
                 "compare; one of the two is meant."
             )
-        names, gamma = options.pop("methods"), options.pop("gamma")
+        gamma = options.pop("gamma")
+        models = {key: options.pop(key, None) or "" for key in ("draft_model", "eagle_head")}
+        names, own = _named(options.pop("methods"), options["backend"], models)
         if gamma != "auto":
             if options["gammas"] is not None:
                 raise UsageError(
@@ -80,7 +91,24 @@ class CompareRequest:
         if options["budget"] is None:
             # The default is one sweep's; here every method is tuned.
             sweep = replace(sweep, budget_s=sweep.budget_s * len(methods))
-        return cls(sweep=sweep, methods=methods)
+        return cls(
+            sweep=sweep,
+            methods=methods,
+            own=tuple(own_method(name, **models) for name in own),
+        )
+
+
+def _named(
+    methods: str | None, backend: str, models: Mapping[str, str]
+) -> tuple[str, tuple[str, ...]]:
+    """What `--methods` names, vLLM's own methods apart; a model to draft with names its method."""
+    if methods is None:
+        methods = DEFAULT_METHODS
+        if resolve_backend(backend)[0] == "vllm":
+            methods = f"{methods},{DEFAULT_ON_VLLM}"
+    named = {"draft_model": "draft_model", "eagle_head": "eagle3"}
+    methods = ",".join([methods, *(named[key] for key, model in models.items() if model)])
+    return split_own(methods)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +159,10 @@ def run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
 
 
 def _run(request: CompareRequest, progress: SweepProgress) -> CompareOutcome:
-    with open_bed(request.sweep, request.methods, progress) as bed:
+    with open_bed(request.sweep, request.methods, request.own, progress) as bed:
         searches, measured = _measure_all(bed, request.sweep.budget_s, progress)
-        info, can_skip = bed.engine.info, isinstance(bed.engine, SelectionRecorder)
-    comparison = _conclude(
-        searches, measured, info, bed.workload.describe(), can_skip=can_skip, stock=bed.stock
-    )
+        info = bed.engine.info
+    comparison = _conclude(bed, searches, measured, info)
     return CompareOutcome(
         comparison=comparison,
         folder=bed.folder,
@@ -226,23 +252,23 @@ def _compare(
     lab = ComparisonLab(plan, engine, blocks, store=RecordFolder(folder / "rounds"))
     with first_interrupt_finishes(lab, progress):
         return measure_side_by_side(
-            plan, settings, lab, progress, can_skip_selection=lab.can_skip_selection
+            plan,
+            settings,
+            lab,
+            progress,
+            can_skip_selection=lab.can_skip_selection,
+            window_of=lab.window_of if lab.drafts_from_windows else None,
         )
 
 
 def _conclude(
-    searches: Mapping[str, Search],
-    measured: SideBySide,
-    info: EngineInfo,
-    workload: Mapping[str, Any],
-    *,
-    can_skip: bool,
-    stock: StockArm | None,
+    bed: Bed, searches: Mapping[str, Search], measured: SideBySide, info: EngineInfo
 ) -> MethodComparison:
     from vegas_tune.method_figures import paper_figures
     from vegas_tune.method_report import MethodComparison, title_of
-    from vegas_tune.method_table import method_rows, with_stock
+    from vegas_tune.method_table import method_rows, refused_rows, with_own, with_stock
 
+    can_skip = isinstance(bed.engine, SelectionRecorder)
     settings: dict[str, SpeculationConfig | None] = {
         name: search.chosen for name, search in searches.items()
     }
@@ -253,36 +279,47 @@ def _conclude(
         measured,
         why_no_overhead=""
         if can_skip
-        else f"the {info.backend} engine cannot draft "
-        "without selecting, so the cost of selecting was not measured",
+        else f"the {info.backend} engine told nothing of what selecting costs",
+        from_phases=not can_skip,
     )
-    if stock is not None:
-        rows = with_stock(rows, measured, stock)
+    if bed.stock is not None:
+        rows = with_stock(rows, measured, bed.stock)
+    rows = (*with_own(rows, bed.own, measured, bed.stock), *refused_rows(bed.refused))
     # What this engine cannot measure is said in the table, and no reason to measure more.
     missing = [
         f"{row.name}: {row.note}"
         for row in rows
-        if row.name not in (PLAIN, STOCK)
+        if row.name in settings
         and (row.vs_plain is None or (can_skip and row.selection_overhead is None))
     ]
     facts = {
         "model": info.model,
         "device": info.device,
         "runtime": info.runtime,
-        "workload": workload,
+        "workload": bed.workload.describe(),
     }
     side = [one for found in measured.rounds for one in found.values()]
     side += [one for pairs in measured.overhead.values() for pair in pairs for one in pair]
+    tuning = [one for search in searches.values() for one in search.outcomes]
+    own = [one for result in bed.own for one in result.outcomes]
+    unmeasured = len(bed.refused) + sum(not result.is_measured for result in bed.own)
     return MethodComparison(
-        title=f"{len(searches)} methods, {title_of(facts)}",
+        title=f"{len(searches) + len(bed.own) + len(bed.refused)} methods, {title_of(facts)}",
         status="inconclusive" if missing else "complete",
-        reason="; ".join(missing) if missing else "every method was measured.",
+        reason="; ".join(missing)
+        if missing
+        else f"every method that runs here was measured; {unmeasured} do not run here."
+        if unmeasured
+        else "every method was measured.",
         facts=facts,
         rows=rows,
         figures=paper_figures(rows, searches, measured),
         num_rounds=len(measured.rounds),
-        num_measurements=sum(len(search.outcomes) for search in searches.values()) + len(side),
-        spent_s=measured.spent_s + sum(search.spent_s for search in searches.values()),
+        num_measurements=len(tuning) + len(own) + len(side),
+        spent_s=measured.spent_s
+        + sum(search.spent_s for search in searches.values())
+        + sum(one.cost_s for one in own),
+        overhead_from=measured.overhead_from,
     )
 
 

@@ -8,19 +8,31 @@ from typing import Any, Final
 from vegas_tune.charts import Chart, interval_chart, line_chart
 from vegas_tune.markdown import markdown_table, markdown_text
 from vegas_tune.method_figures import Bars, PaperFigure, figure_to_dict
+from vegas_tune.method_rounds import OverheadSource
 from vegas_tune.method_table import (
     MethodRow,
     figure,
     main_table,
     position_table,
 )
-from vegas_tune.methods import PLAIN
+from vegas_tune.methods import PLAIN, STOCK
 from vegas_tune.report_blocks import Section, Table
 from vegas_tune.report_html import escaped, facts_html, html_page, html_section, paired
 from vegas_tune.wording import facts, times
 
 KIND: Final = "vegas-tune/comparison"
 VERSION: Final = 1
+
+_OVERHEADS: Final[dict[OverheadSource, str]] = {
+    "playback": "selection overhead over pairs of the same drafts with and without the work of "
+    "selecting.",
+    "window": "selection overhead over pairs of passes that draft as many tokens from as many KV "
+    "entries, selected in one and the sink and latest ones in the other (window), or where that "
+    "gives none, the share of the selection phase by the engine's own times, in which what "
+    "selecting adds to verification is missing (phases).",
+    "": "selection overhead is the share of the selection phase by the engine's own times, in "
+    "which what selecting adds to verification is missing (phases).",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,7 @@ class MethodComparison:
         num_rounds: complete rounds behind the throughput.
         num_measurements: of tuning and comparing together.
         spent_s: cost of all measurements.
+        overhead_from: how the cost of selecting was measured, where pairs of passes gave it.
     """
 
     title: str
@@ -48,6 +61,7 @@ class MethodComparison:
     num_rounds: int
     num_measurements: int
     spent_s: float
+    overhead_from: OverheadSource = "playback"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, the figures' data included."""
@@ -61,6 +75,7 @@ class MethodComparison:
             "num_rounds": self.num_rounds,
             "num_measurements": self.num_measurements,
             "spent_s": round(self.spent_s, 1),
+            "overhead_from": self.overhead_from,
             "rows": [row.to_dict() for row in self.rows],
             "figures": [figure_to_dict(each) for each in self.figures],
         }
@@ -68,16 +83,23 @@ class MethodComparison:
 
 def verdict(comparison: MethodComparison) -> str:
     """Who is fastest, by how much, and whether that is sure."""
-    drafting = [row for row in comparison.rows if row.name != PLAIN and row.vs_plain is not None]
+    drafting = [
+        row
+        for row in comparison.rows
+        if row.name not in (PLAIN, STOCK) and (row.vs_plain or row.vs_stock)
+    ]
     if not drafting:
         return comparison.reason
     best = drafting[0]
-    assert best.vs_plain is not None
-    words = f"{best.name} is fastest: {times(figure(best.vs_plain))} plain decoding"
-    if best.vs_plain.high < 1:
+    # One of vLLM's own is not interleaved with the plugin engine's plain decoding.
+    base = best.vs_plain or best.vs_stock
+    assert base is not None
+    against = "plain decoding" if best.vs_plain else "stock vLLM"
+    words = f"{best.name} is fastest: {times(figure(base))} {against}"
+    if base.high < 1:
         words = (
             f"Drafting does not pay here: the fastest method, {best.name}, reaches "
-            f"{times(figure(best.vs_plain))} plain decoding"
+            f"{times(figure(base))} {against}"
         )
     ratio = best.vs_best_other
     if ratio is None:
@@ -89,13 +111,18 @@ def verdict(comparison: MethodComparison) -> str:
 
 def small_print(comparison: MethodComparison) -> str:
     """How the figures came about."""
-    return (
+    words = (
         f"Every method at its own best setting, found by the same three-step tuning; then "
         f"{comparison.num_rounds} interleaved rounds of all methods and plain decoding on held-out "
         "text. Brackets are 95 % intervals: throughput and its ratios over rounds, paired; "
-        "acceptance over requests; selection overhead over pairs of the same drafts with and "
-        "without the work of selecting."
+        f"acceptance over requests; {_OVERHEADS[comparison.overhead_from]}"
     )
+    if any(not row.is_interleaved for row in comparison.rows):
+        words += (
+            " vLLM's own methods are fixed when an engine starts: each was tuned over gamma on "
+            "engines of its own, measured on the same held-out text, and is compared unpaired."
+        )
+    return words
 
 
 def render_comparison_text(comparison: MethodComparison) -> str:

@@ -7,12 +7,13 @@ the same random numbers, each round in another order, so that a comparison withi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder
+from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, WindowDrafter
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.errors import VegasError
 from vegas_runtime.records import Run
 from vegas_tune.bench import Progress
 from vegas_tune.laboratory import Failed, Lab, Laboratory, Measured, Outcome, Store
@@ -30,6 +31,10 @@ SAME_GAMMA: Final = "same-gamma"
 WITH: Final = "with-selection"
 WITHOUT: Final = "without-selection"
 
+# How the cost of selecting was told: the same drafts played back, as many drafts from a window, or
+# the engine's own phase times.
+OverheadSource = Literal["playback", "window", "phases", ""]
+
 # Beyond any number a search uses: no random sample it has seen comes back.
 _FIRST_REPLICATE: Final = 1_000
 
@@ -40,7 +45,8 @@ class SideBySide:
 
     Attributes:
         rounds: complete rounds; measurement by method name, plain decoding among them.
-        overhead: by method, pairs of the same drafts with and without the work of selecting.
+        overhead: by method, pairs of passes with and without the work of selecting.
+        overhead_from: what the second of each pair is.
         same_gamma: by method, measurements at its own ratio and the gamma all share.
         gamma: that gamma.
         failures: measurements that gave no figure.
@@ -49,6 +55,7 @@ class SideBySide:
 
     rounds: tuple[Mapping[str, Measured], ...]
     overhead: Mapping[str, tuple[tuple[Measured, Measured], ...]]
+    overhead_from: OverheadSource
     same_gamma: Mapping[str, tuple[Measured, ...]]
     gamma: int
     failures: tuple[Failed, ...]
@@ -74,12 +81,32 @@ class ComparisonLab(Laboratory):
 
     @property
     def can_skip_selection(self) -> bool:
-        """Whether the engine can draft without selecting."""
+        """Whether the engine can draft the same tokens without selecting."""
         return self._recorder is not None
+
+    @property
+    def drafts_from_windows(self) -> bool:
+        """Whether the engine can draft as much from a window, which nothing is selected for."""
+        return isinstance(self._engine, WindowDrafter)
+
+    def window_of(self, config: SpeculationConfig) -> SpeculationConfig | None:
+        """The setting that drafts as much without selecting, where this engine takes it."""
+        engine = self._engine
+        if not isinstance(engine, WindowDrafter):
+            return None
+        window = engine.without_selection(config)
+        if window is None:
+            return None
+        try:
+            engine.configure(window)
+        except VegasError:
+            # An engine that was not started for it.
+            return None
+        return window
 
     def _run(self, point: Point, deadline_s: float) -> Run:
         kind = point.step.partition(".")[0]
-        if kind not in (WITH, WITHOUT):
+        if kind not in (WITH, WITHOUT) or self._recorder is None:
             return super()._run(point, deadline_s)
         # One text, one seed: every pass of a pair must draft the same tokens.
         block = self._blocks[point.block]
@@ -88,7 +115,6 @@ class ComparisonLab(Laboratory):
         wanted = {"replicate": _FIRST_REPLICATE, "max_tokens": point.max_tokens}
         if kind == WITH:
             return self._engine.run(block, deadline_s=deadline_s, **wanted)
-        assert self._recorder is not None
         if self._recorded != (point.config, point.block):
             self._recorded = None
             self._recorder.record_selections(block, deadline_s=deadline_s, **wanted)
@@ -103,6 +129,7 @@ def measure_side_by_side(
     progress: Progress,
     *,
     can_skip_selection: bool,
+    window_of: Callable[[SpeculationConfig], SpeculationConfig | None] | None = None,
 ) -> SideBySide:
     """Measure tuned methods and plain decoding against each other.
 
@@ -115,9 +142,10 @@ def measure_side_by_side(
             share in `same_gamma`.
         lab: answers.
         progress: told what goes on.
-        can_skip_selection: whether `lab` answers points of step `WITHOUT`.
+        can_skip_selection: whether `lab` plays drafts back for points of step `WITHOUT`.
+        window_of: where it does not, the setting to measure without selecting.
     """
-    return _SideBySide(plan, settings, lab, progress).run(can_skip_selection)
+    return _SideBySide(plan, settings, lab, progress).run(can_skip_selection, window_of)
 
 
 class _SideBySide:
@@ -134,15 +162,30 @@ class _SideBySide:
         self._num_opened = 0
         self._failures: list[Failed] = []
 
-    def run(self, can_skip_selection: bool) -> SideBySide:
+    def run(
+        self,
+        can_skip_selection: bool,
+        window_of: Callable[[SpeculationConfig], SpeculationConfig | None] | None,
+    ) -> SideBySide:
         """Rounds, overheads, one gamma, more rounds."""
         names = ", ".join(self._settings)
         self._progress.started(ROUND, f"{names} and plain decoding, side by side")
         self._more_rounds(MIN_ROUNDS)
         overhead: dict[str, tuple[tuple[Measured, Measured], ...]] = {}
+        source: OverheadSource = ""
         if can_skip_selection:
+            source = "playback"
             self._progress.started(WITHOUT, "the same drafts with and without selecting")
-            overhead = {name: self._pairs(name) for name in self._settings}
+            overhead = {name: self._pairs(name, own) for name, own in self._settings.items()}
+        elif window_of is not None:
+            source = "window"
+            self._progress.started(WITHOUT, "as many drafts with and without selecting")
+            windows = {name: window_of(own) for name, own in self._settings.items()}
+            overhead = {
+                name: self._pairs(name, window)
+                for name, window in windows.items()
+                if window is not None
+            }
         self._progress.started(SAME_GAMMA, f"every method at gamma {self._gamma}")
         same_gamma = {name: self._at_one_gamma(name) for name in self._settings}
         self._progress.started(ROUND, "further rounds")
@@ -150,6 +193,7 @@ class _SideBySide:
         return SideBySide(
             rounds=tuple(self._rounds),
             overhead=overhead,
+            overhead_from=source,
             same_gamma=same_gamma,
             gamma=self._gamma,
             failures=tuple(self._failures),
@@ -175,15 +219,18 @@ class _SideBySide:
             if len(found) == len(configs):
                 self._rounds.append(found)
 
-    def _pairs(self, name: str) -> tuple[tuple[Measured, Measured], ...]:
+    def _pairs(
+        self, name: str, without: SpeculationConfig
+    ) -> tuple[tuple[Measured, Measured], ...]:
         pairs = []
+        configs = {WITH: self._settings[name], WITHOUT: without}
         for number in range(OVERHEAD_PAIRS):
             if not self._has_room(2):
                 break
             order = (WITH, WITHOUT) if number % 2 == 0 else (WITHOUT, WITH)
             block = self._plan.validation_blocks[0]
             results = {
-                kind: self._measure(f"{kind}.{slug(name)}", self._settings[name], block, number)
+                kind: self._measure(f"{kind}.{slug(name)}", configs[kind], block, number)
                 for kind in order
             }
             one, other = results[WITH], results[WITHOUT]

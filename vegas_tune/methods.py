@@ -1,7 +1,8 @@
 """Methods by name: what `compare --methods` and its table call them, and the setting behind each.
 
-A method is one row of the comparison. What a row needs of an engine is `configure` and `run`; an
-engine with methods of its own adds rows by adding settings it can be configured to.
+A method is one row of the comparison. What a row needs of an engine is `configure` and `run`.
+vLLM's own methods (`backend.STOCK_METHODS`) select no KV entries and are fixed when an engine
+starts; `stock_methods` measures those.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from vegas_runtime.backend import STOCK_METHODS
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import UsageError
 
 # The systems of the paper's Figure 9.
 DEFAULT_METHODS: Final = "vegas,streaming_llm,quest,spec_extend"
+# vLLM's own that need nothing from the user.
+DEFAULT_ON_VLLM: Final = "ngram,suffix"
 # What every comparison holds anyway.
 PLAIN: Final = "plain"
 # The engine without the plugin, at its own defaults: another engine, measured before and after.
@@ -49,6 +53,20 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "-", name.lower())
 
 
+def split_own(text: str) -> tuple[str, tuple[str, ...]]:
+    """Tell vLLM's own methods from those that select KV entries.
+
+    Args:
+        text: names separated by commas.
+
+    Returns:
+        The other names, as `parse_methods` reads them, and vLLM's own, each once.
+    """
+    names = [part.strip() for part in text.split(",")]
+    own = dict.fromkeys(name for name in names if name in STOCK_METHODS)
+    return ",".join(name for name in names if name not in own), tuple(own)
+
+
 def parse_methods(text: str, base: SpeculationConfig) -> tuple[Method, ...]:
     """Read `vegas,quest:scope=kv_head,last_accepted`.
 
@@ -78,7 +96,7 @@ def parse_methods(text: str, base: SpeculationConfig) -> tuple[Method, ...]:
         methods.append(method)
     if not methods:
         raise UsageError(
-            "--methods names no method; there is nothing to compare.",
+            "--methods names no method that selects KV entries; there is nothing to compare.",
             hint=f"For example: --methods {DEFAULT_METHODS}",
         )
     return tuple(methods)

@@ -13,6 +13,7 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run
+from vegas_runtime.vllm_plugin import config as plugin_config
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
 from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
@@ -34,6 +35,8 @@ _CONTROL_TIMEOUT_S: Final = 120.0
 # Tokens of one step that vLLM takes by default when it serves; larger graphs could not be used.
 _MOST_STEP_TOKENS: Final = 8192
 
+_WINDOW: Final = "streaming_llm"
+_DENSE: Final = "dense"
 _PLAIN: Final = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
 
 
@@ -153,6 +156,14 @@ class VllmEngine:
         """
         self._refuse(config)
         self._apply(config, self._limit)
+
+    def without_selection(self, config: SpeculationConfig) -> SpeculationConfig | None:
+        """See `backend.WindowDrafter`: lengths alone make a window's lists, and nothing is scored.
+
+        None for what chooses nothing: plain decoding, the window itself, stock vLLM.
+        """
+        chooses = config.num_speculative_tokens and config.algorithm not in (_WINDOW, _DENSE)
+        return config.replace(algorithm=_WINDOW) if chooses and not self._is_stock else None
 
     def prepare(self, block: PromptBlock) -> None:
         """Prefill a block's prompts into the prefix cache. Idempotent.
@@ -459,9 +470,32 @@ def engine_options(
     speculative = start.to_rfc() | {
         "sparse_attn_num_speculative_tokens_set": list(capacity.gammas),
         "sparse_attn_max_ratio": capacity.max_ratio,
+        **declared_besides(capacity),
         **capacity.speculative_options,
     }
     return options | {"speculative_config": speculative}
+
+
+def declared_besides(capacity: Capacity) -> dict[str, list[str]]:
+    """Methods and row sets to be configured besides those the engine starts with.
+
+    A window is among them wherever something else is: what selecting costs is measured against it.
+    Only what the plugin has a key for is declared; without one, an engine takes what it takes.
+    """
+    wanted = {
+        "ALGORITHMS_KEY": (capacity.config.algorithm, "algorithm"),
+        "ROWS_KEY": (capacity.config.rows, "rows"),
+    }
+    declared: dict[str, list[str]] = {}
+    for constant, (first, knob) in wanted.items():
+        key = getattr(plugin_config, constant, None)
+        names = dict.fromkeys(str(getattr(config, knob)) for config in capacity.also)
+        if names and knob == "algorithm":
+            names[_WINDOW] = None
+        names.pop(first, None)
+        if key is not None and names:
+            declared[key] = list(names)
+    return declared
 
 
 def control_values(config: SpeculationConfig, limit: int | None) -> dict[str, Any]:
