@@ -28,10 +28,11 @@ from benchmarks.results_file import RESULTS, Row, write_rows
 from benchmarks.vllm_arms import (
     BASE,
     CONTEXT,
-    NEW_TOKENS,
     SAMPLED,
+    SPARE_PROMPTS,
     Evidence,
     block_of,
+    capacity_of,
     engine_of,
     mean_of,
     pass_tokens,
@@ -57,9 +58,6 @@ RATIOS = (0.03, 0.05, 0.07)
 STOCK_PASSES = 3
 # Passes in which nobody arrives: what decoding alone gains.
 CLOSED_PASSES = 2
-SPARE_PROMPTS = 8
-# Beyond a request's output: drafts, and blocks not filled.
-KV_SPARE_TOKENS = 128
 RACE_ROUNDS = 3
 # Every verify row summed costs no more than two of them, and more drafts are accepted.
 TUNED = {
@@ -180,20 +178,13 @@ def _not_steady(sizes: Sequence[int], evidence: Evidence) -> Row:
 
 
 def _capacity(batch_size: int, checkpoint: Checkpoint) -> Capacity:
-    facts = checkpoint.facts
-    heads, dim = int(facts["num_kv_heads"]), int(facts["head_dim"])
-    # Keys and values in bfloat16.
-    bytes_per_token = int(facts["num_layers"]) * heads * dim * 2 * 2
-    prompts = (batch_size + SPARE_PROMPTS) * CONTEXT
-    return Capacity(
-        batch_size=batch_size,
-        max_model_len=CONTEXT + NEW_TOKENS,
-        gammas=(0, *GAMMAS),
+    return capacity_of(
+        checkpoint,
+        batch_size,
+        num_prompts=batch_size + SPARE_PROMPTS,
+        context=CONTEXT,
+        gammas=GAMMAS,
         max_ratio=max(RATIOS),
-        config=BASE,
-        # What the size of the KV cache is given for, the share of the GPU is only checked.
-        kv_cache_bytes=bytes_per_token * (prompts + batch_size * (NEW_TOKENS + KV_SPARE_TOKENS)),
-        gpu_memory_utilization=0.05,
     )
 
 

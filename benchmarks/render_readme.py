@@ -24,6 +24,7 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | `bench_kernel_path` | drafts accepted on the kernels' operations beside the reference path |
 | `bench_methods` | every selection method at an equal budget: accepted drafts (Figures 4 and 10a) |
 | `bench_vllm` | the vLLM plugin against stock vLLM on one GPU: throughput, equality, step times |
+| `bench_vllm_methods` | every method in vLLM, each tuned, side by side (Figures 9 and 10b) |
 | `bench_ablation` | the sweep beside full grid, random search and TPE at equal engine time |
 | `bench_statistics` | bias, coverage and alarms of estimators and gate where the truth is known |
 | `bench_kernels` | CUDA kernels beside FlashAttention-3 (see KERNEL_LOG.md) |
@@ -43,6 +44,15 @@ GRIDS = {
     "accepted_after_the_first_iteration": "The same without each request's first iteration, which "
     "drafts by another rule in some methods (`sparse_spec`: densely).",
     "accepted_minus_vegas": "Difference to `vegas`, paired by text.",
+}
+# Claims that are shown as the columns of one table, a row per method at its own best setting.
+METHOD_COLUMNS = {
+    "tokens_per_iteration": "tokens per iteration",
+    "selection_overhead": "selecting, share of an iteration",
+    "decode": "decode tok/s",
+    "speedup_vs_stock": "against stock vLLM",
+    "speedup_vs_gamma0": "against plain decoding, paired",
+    "vs_best_other": "against the best other that selects, paired",
 }
 SHOWN_POSITIONS = (1, 3, 5, 7, 11, 15)
 
@@ -70,10 +80,12 @@ def render(name: str, document: dict[str, Any]) -> str:
     ]
     rows = document["rows"]
     grids = "".join(grid(rows, claim, words) for claim, words in GRIDS.items())
-    if grids:
-        lines = [*lines[:5], grids, *lines[5:]]
+    table = methods_table(rows)
+    if grids or table:
+        lines = [*lines[:5], grids + table, *lines[5:]]
+    tabled = {*(GRIDS if grids else ()), *((*METHOD_COLUMNS, "not_served") if table else ())}
     for row in rows:
-        if row["claim"] not in LONG_CLAIMS and not (grids and row["claim"] in GRIDS):
+        if row["claim"] not in LONG_CLAIMS and row["claim"] not in tabled:
             lines.append(
                 f"| {row['claim']} | {row['case']} | {cell(row['value'])} | {cell(row['low'])} "
                 f"| {cell(row['high'])} | {row['unit']} |"
@@ -101,6 +113,42 @@ def grid(rows: list[dict[str, Any]], claim: str, words: str) -> str:
     for method, cells in table.items():
         lines.append(f"| {method} | " + " | ".join(cells.get(s, "") for s in settings) + " |")
     return "\n".join([*lines, "", ""])
+
+
+def methods_table(rows: list[dict[str, Any]]) -> str:
+    """One row per method with everything known of it, fastest first; then what did not run."""
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    reasons: dict[str, str] = {}
+    for row in rows:
+        workload, is_of_method, method = row["case"].partition(" method=")
+        if is_of_method and row["claim"] in METHOD_COLUMNS:
+            table.setdefault(f"{method} ({workload})", {})[row["claim"]] = row
+        elif is_of_method and row["claim"] == "not_served":
+            name, _, why = method.partition(": ")
+            reasons[f"{name} ({workload})"] = why
+    if not any("tokens_per_iteration" in cells for cells in table.values()):
+        return ""
+    lines = [
+        "| method | " + " | ".join(METHOD_COLUMNS.values()) + " |",
+        "| --- |" + " ---: |" * len(METHOD_COLUMNS),
+    ]
+    for method, cells in sorted(table.items(), key=lambda item: -_speed(item[1])):
+        shown = (interval(cells[claim]) if claim in cells else "" for claim in METHOD_COLUMNS)
+        lines.append(f"| {method} | " + " | ".join(shown) + " |")
+    for method, why in reasons.items():
+        lines.append(f"| {method} | did not run: {why} |" + " |" * (len(METHOD_COLUMNS) - 1))
+    return "\n".join([*lines, "", ""])
+
+
+def _speed(cells: dict[str, dict[str, Any]]) -> float:
+    """Throughput against stock of the same run, which two runs may be compared by."""
+    return float(cells["speedup_vs_stock"]["value"]) if "speedup_vs_stock" in cells else 0.0
+
+
+def interval(row: dict[str, Any]) -> str:
+    """A figure with its interval, four digits."""
+    value, low, high = (row[key] for key in ("value", "low", "high"))
+    return f"{value:.4g}" if low is None else f"{value:.4g} [{low:.4g}, {high:.4g}]"
 
 
 def positions(rows: list[dict[str, Any]]) -> list[str]:

@@ -6,7 +6,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def write_rows(
     device: str = "cpu",
     facts: Mapping[str, Any] | None = None,
     folder: Path = RESULTS,
+    stale: Callable[[Mapping[str, Any]], bool] = lambda row: False,
 ) -> Path:
     """Merge rows into `<folder>/<name>.json`.
 
@@ -53,6 +54,8 @@ def write_rows(
         device: `cpu` or `cuda`.
         facts: `machine` and `versions` of where the rows were measured; of here by default.
         folder: where the file lies; one that is there is added to.
+        stale: whether a row that is there goes, though none of the new ones is of its case: where
+            cases name what a run chose.
 
     Returns:
         The file written.
@@ -60,7 +63,7 @@ def write_rows(
     path = folder / f"{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
     own = {(row.claim, row.case) for row in rows}
-    kept = [row for row in before if (row["claim"], row["case"]) not in own]
+    kept = [row for row in before if (row["claim"], row["case"]) not in own and not stale(row)]
     facts = facts or {"machine": device_facts(device), "versions": runtime_facts()}
     document = {
         "machine": facts["machine"],

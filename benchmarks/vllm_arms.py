@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Row
-from vegas_runtime.backend import Capacity, PromptBlock
+from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.records import Run, write_json_lines
 from vegas_runtime.vllm_plugin.child import launch_host
@@ -35,6 +36,9 @@ CONTEXT = 7393
 NEW_TOKENS = 768
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
+SPARE_PROMPTS = 8
+# Beyond a request's output: drafts, and blocks not filled.
+KV_SPARE_TOKENS = 128
 # Tokens of a pass: for each running request, and in all; a small batch's pass would take a second.
 TOKENS_PER_REQUEST = 256
 TOKENS_PER_PASS = 49_152
@@ -115,6 +119,60 @@ def pass_tokens(batch_size: int) -> int:
     return max(TOKENS_PER_REQUEST * batch_size, TOKENS_PER_PASS)
 
 
+def capacity_of(
+    checkpoint: Checkpoint,
+    batch_size: int,
+    *,
+    num_prompts: int,
+    context: int,
+    gammas: Sequence[int],
+    max_ratio: float,
+    also: Sequence[SpeculationConfig] = (),
+) -> Capacity:
+    """What an engine beside others on one GPU must hold, and not a block more.
+
+    Args:
+        checkpoint: gives the bytes of a token.
+        batch_size: requests running.
+        num_prompts: distinct prompts.
+        context: tokens of each.
+        gammas: to be configured, beside 0.
+        max_ratio: largest to be configured.
+        also: algorithms and switches to be configured beside `BASE`'s.
+    """
+    facts = checkpoint.facts
+    heads, dim = int(facts["num_kv_heads"]), int(facts["head_dim"])
+    # Keys and values in bfloat16.
+    bytes_per_token = int(facts["num_layers"]) * heads * dim * 2 * 2
+    own = batch_size * (NEW_TOKENS + KV_SPARE_TOKENS)
+    return Capacity(
+        batch_size=batch_size,
+        max_model_len=context + NEW_TOKENS,
+        gammas=(0, *gammas),
+        max_ratio=max_ratio,
+        config=BASE,
+        also=tuple(also),
+        # What the size of the KV cache is given for, the share of the GPU is only checked.
+        kv_cache_bytes=bytes_per_token * (num_prompts * context + own),
+        gpu_memory_utilization=0.05,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """An engine to start.
+
+    Attributes:
+        capacity: names its KV cache.
+        is_stock: without the plugin.
+        drafting: how stock vLLM drafts; None for plain decoding.
+    """
+
+    capacity: Capacity
+    is_stock: bool = True
+    drafting: StockMethod | None = None
+
+
 @contextmanager
 def side_by_side(
     checkpoint: Checkpoint,
@@ -125,8 +183,7 @@ def side_by_side(
 ) -> Iterator[tuple[list[VllmEngine], VllmEngine]]:
     """Stock engines of several sizes and the plugin's, started at the same time on one GPU.
 
-    Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
-    alone, so each can be measured while the others are idle. Capacities must name their KV cache.
+    Capacities must name their KV cache.
 
     Args:
         checkpoint: the model.
@@ -134,28 +191,59 @@ def side_by_side(
         plugin: of the plugin's.
         environment: variables of theirs that differ from this process's.
     """
-    wanted = [*((capacity, True) for capacity in stock), (plugin, False)]
+    arms = [*(Arm(capacity=one) for one in stock), Arm(capacity=plugin, is_stock=False)]
+    with engines_of(checkpoint, arms, environment=environment) as engines:
+        say(f"plugin: {dict(engines[-1].status)}")
+        yield engines[:-1], engines[-1]
+
+
+@contextmanager
+def engines_of(
+    checkpoint: Checkpoint,
+    arms: Sequence[Arm],
+    *,
+    is_compiled: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[list[VllmEngine]]:
+    """Engines on one GPU, started together.
+
+    Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
+    alone, so each can be measured while the others are idle.
+
+    Args:
+        checkpoint: what to serve.
+        arms: in this order.
+        is_compiled: whether an earlier engine of this machine compiled what all of them run.
+        environment: variables of theirs that differ from this process's.
+    """
     started_s = time.monotonic()
 
-    def start(capacity: Capacity, is_stock: bool) -> VllmEngine:
+    def start(arm: Arm) -> VllmEngine:
         launch = functools.partial(launch_host, is_alone=False, environment=environment)
-        return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch)
+        return VllmEngine(
+            checkpoint,
+            arm.capacity,
+            is_stock=arm.is_stock,
+            drafting=arm.drafting,
+            launch=launch,
+        )
 
     engines: list[VllmEngine] = []
     try:
-        # One alone first: it compiles what all of them run, and the others find it compiled.
-        engines.append(start(*wanted[0]))
-        say(f"first engine after {time.monotonic() - started_s:.0f} s")
-        with ThreadPoolExecutor(len(wanted)) as pool:
-            starts = [pool.submit(start, *arm) for arm in wanted[1:]]
+        alone = 0 if is_compiled else 1
+        if alone:
+            # One alone first: it compiles what all of them run, and the others find it compiled.
+            engines.append(start(arms[0]))
+            say(f"first engine after {time.monotonic() - started_s:.0f} s")
+        with ThreadPoolExecutor(len(arms)) as pool:
+            starts = [pool.submit(start, arm) for arm in arms[alone:]]
         engines += [one.result() for one in starts if one.exception() is None]
         for one in starts:
             one.result()
         say(f"{len(engines)} engines started in {time.monotonic() - started_s:.0f} s")
-        say(f"plugin: {dict(engines[-1].status)}")
-        yield engines[:-1], engines[-1]
+        yield engines
     finally:
-        with ThreadPoolExecutor(len(wanted)) as pool:
+        with ThreadPoolExecutor(len(arms)) as pool:
             ends = [pool.submit(engine.close) for engine in engines]
         for end in ends:
             if (error := end.exception()) is not None:
@@ -212,8 +300,9 @@ class Evidence:
         *,
         replicate: int,
         has_arrivals: bool = True,
+        tokens: int | None = None,
     ) -> Measurement:
-        """One pass at the setting in force.
+        """One pass at the setting in force, of so many tokens for each running request.
 
         One that is not steady counts as well, over every step of a full batch: time on a GPU is
         not thrown away. It is said, and told by `not_steady`.
@@ -223,7 +312,7 @@ class Evidence:
             run = engine.run(
                 block,
                 replicate=replicate,
-                max_tokens=pass_tokens(block.batch_size),
+                max_tokens=tokens * block.batch_size if tokens else pass_tokens(block.batch_size),
                 deadline_s=deadline_s,
             )
         else:

@@ -1,0 +1,584 @@
+"""Every method in vLLM 0.33 on one GPU, each at its best: `bench_vllm_methods PART`.
+
+Each part takes less than five minutes, and both write to one file.
+
+    sparse   stock vLLM and the plugin's engine side by side: every method that selects KV entries
+             tuned by the three steps, then all of them and plain decoding in interleaved rounds
+    own      vLLM's own methods: stock vLLM, and an engine for each number of drafted tokens
+
+What a method costs is told by rounds too: as many tokens drafted from a window of as many entries,
+for which nothing is selected or scored, stand beside it. A method that does not run is a row with
+the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_file import RESULTS, Row, write_rows
+from benchmarks.vllm_arms import (
+    BASE,
+    CONTEXT,
+    SPARE_PROMPTS,
+    Arm,
+    Evidence,
+    block_of,
+    capacity_of,
+    engines_of,
+    mean_of,
+    row,
+    say,
+    side_by_side,
+    source_prompts,
+)
+from vegas_runtime.backend import (
+    STOCK_METHODS,
+    Capacity,
+    PromptBlock,
+    StockMethod,
+    find_checkpoint,
+    refusal_by_vllm,
+)
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_tune.bench import Silent
+from vegas_tune.laboratory import Laboratory, Measured
+from vegas_tune.measure import Estimate, Measurement, accepted, mean_ratio, unpaired_ratio
+from vegas_tune.methods import PLAIN, Method, parse_methods
+from vegas_tune.plan import BUDGET_SHARES, REFINE, make_plan
+from vegas_tune.stock_methods import own_method
+from vegas_tune.sweep import run_search
+
+NAME = "methods_vllm_h200"
+BATCH = 256
+GAMMAS = (3, 4, 6)
+RATIOS = (0.03, 0.05, 0.07)
+METHODS = (
+    "vegas,all_rows,last_accepted,accepted_only,streaming_llm,quest,spec_extend,sparse_spec,snapkv"
+)
+WINDOW = "streaming_llm"
+ROUNDS = 3
+STOCK_PASSES = 3
+# Tokens of a pass for each running request: searching, and what is published.
+SEARCH_TOKENS = 96
+RACE_TOKENS = 192
+# Of the time left when every prompt is prefilled, what tuning may take.
+TUNING_SHARE = 0.55
+# For ending the engines and writing what was measured.
+CLOSING_S = 12.0
+# Of the benchmark's own model.
+NO_MODEL = {
+    "draft_model": "no smaller model of its vocabulary is known",
+    "eagle3": "no head for this model is known",
+    "mtp": "the model has no layers that predict further tokens",
+}
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", choices=("sparse", "own"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--methods", default=METHODS, help="of part sparse")
+    parser.add_argument(
+        "--limit", type=float, default=270.0, help="seconds, engine starts included"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
+    args = parser.parse_args()
+    until_s = time.monotonic() + args.limit
+    # Filled as figures come, so that a run that is cut off publishes those it reached.
+    rows: list[Row] = []
+    try:
+        checkpoint = find_checkpoint(args.model, report=say)
+        evidence = Evidence(args.data / f"{NAME}_{args.part}.jsonl.z")
+        bench = Bench(checkpoint, args.batch, evidence, rows, until_s=until_s)
+        if args.part == "sparse":
+            bench.sparse(parse_methods(args.methods, BASE))
+        else:
+            bench.own()
+    finally:
+        for one in rows:
+            print(one)
+        if rows:
+            print(publish(rows, args.part, folder=args.out))
+
+
+def publish(rows: Sequence[Row], part: str, *, folder: Path) -> Path:
+    """Write a part's rows in place of its earlier ones, and what both parts together say."""
+
+    def is_stale(old: Mapping[str, Any]) -> bool:
+        if old["claim"] == "fastest_vs_own":
+            return True
+        method = method_of(old["case"])
+        return bool(method) and (method in STOCK_METHODS) == (part == "own")
+
+    path = write_rows(NAME, rows, device="cuda", folder=folder, stale=is_stale)
+    crossed = fastest_against_own(json.loads(path.read_text())["rows"])
+    for one in crossed:
+        print(one)
+    return write_rows(NAME, crossed, device="cuda", folder=folder)
+
+
+def method_of(case: str) -> str:
+    """The method that a case names; empty for none."""
+    named = case.partition(" method=")[2]
+    return named.partition(",")[0].partition(":")[0]
+
+
+@dataclass
+class Passes:
+    """What was measured of one arm.
+
+    Attributes:
+        config: its setting.
+        figures: one per round.
+        step_s: mean time of an iteration, one per round.
+    """
+
+    config: SpeculationConfig
+    figures: list[Measurement] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        """Decode throughput by round, tokens per second."""
+        return [one.decode_tok_s.est for one in self.figures]
+
+
+class Bench:
+    """One part.
+
+    Args:
+        checkpoint: what to serve.
+        batch: requests running.
+        evidence: keeps every pass.
+        rows: gains figures.
+        until_s: on `time.monotonic`, when measuring has to end.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        batch: int,
+        evidence: Evidence,
+        rows: list[Row],
+        *,
+        until_s: float,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._batch = batch
+        self._evidence = evidence
+        self._rows = rows
+        self._until_s = until_s - CLOSING_S
+        self._case = f"b{batch}"
+
+    # ------------------------------------------------------------------ methods that select
+
+    def sparse(self, methods: Sequence[Method]) -> None:
+        """Tune every method the plugin serves, then measure all of them side by side."""
+        refused = {one.name: why for one in methods if (why := refusal_by_vllm(one.base))}
+        served = [one for one in methods if one.name not in refused]
+        self._say_refused(refused)
+        capacity = self._capacity([one.base for one in served])
+        with (
+            self._prompts() as read,
+            side_by_side(self._checkpoint, [capacity], capacity) as ([stock], engine),
+            self._kept(),
+        ):
+            block = block_of(read(), self._batch)
+            arms: dict[str, Passes] = {}
+            base = self._stock(stock, block, range(STOCK_PASSES - 1))
+            engine.prepare(block)
+            try:
+                self._race(engine, block, self._tuned(engine, block, served), arms)
+                # The last one after the race: what the machine did in between shows.
+                base += self._stock(stock, block, [STOCK_PASSES - 1])
+            finally:
+                self._rows += sparse_rows(self._case, arms, base)
+
+    def _tuned(
+        self, engine: VllmEngine, block: PromptBlock, methods: Sequence[Method]
+    ) -> dict[str, SpeculationConfig]:
+        """Each method's best setting; what the engine refuses is left out, and said."""
+        refused = {}
+        for method in methods:
+            largest = method.base.replace(
+                num_speculative_tokens=GAMMAS[-1], sparsity_ratio=RATIOS[-1]
+            )
+            try:
+                engine.configure(largest)
+            except (BackendError, ConfigError) as error:
+                refused[method.name] = error.message
+        left = [one for one in methods if one.name not in refused]
+        each_s = (self._until_s - time.monotonic()) * TUNING_SHARE / max(len(left), 1)
+        say(f"{each_s:.1f} s to tune each of {len(left)} methods")
+        settings = {}
+        for method in left:
+            chosen = self._tune(engine, block, method, each_s)
+            if chosen is None:
+                refused[method.name] = "no setting that drafts could be measured"
+            else:
+                settings[method.name] = chosen
+        self._say_refused(refused)
+        return settings
+
+    def _tune(
+        self, engine: VllmEngine, block: PromptBlock, method: Method, seconds: float
+    ) -> SpeculationConfig | None:
+        """The three steps, as the command line runs them, on these prompts."""
+        plan = make_plan(
+            method.base,
+            [block],
+            budget_s=seconds / BUDGET_SHARES[REFINE],
+            tokens=SEARCH_TOKENS * self._batch,
+            ratios=RATIOS,
+            gammas=GAMMAS,
+            rounds=1,
+            settle_rounds=1,
+            sparsity_rounds=1,
+            race_looks=(),
+        )
+        search = run_search(plan, Laboratory(plan, engine, [block]), Silent())
+        for outcome in search.outcomes:
+            if isinstance(outcome, Measured):
+                self._evidence.keep(f"tune {method.name} {outcome.point.key}", outcome.run)
+            else:
+                say(f"  failed: {method.name} {outcome.point.key}: {outcome.reason}")
+        named = "nothing" if search.chosen is None else setting_of(search.chosen)
+        say(f"  {method.name}: {named} after {len(search.outcomes)} passes, {search.spent_s:.0f} s")
+        return search.chosen
+
+    def _race(
+        self,
+        engine: VllmEngine,
+        block: PromptBlock,
+        settings: Mapping[str, SpeculationConfig],
+        arms: dict[str, Passes],
+    ) -> None:
+        """Rounds of every method, plain decoding, and windows as wide as each method's choice.
+
+        Args:
+            engine: the plugin's.
+            block: prefilled.
+            settings: each method's best.
+            arms: gains passes, so that a race that is cut off keeps its rounds.
+        """
+        arms |= {name: Passes(config) for name, config in settings.items()}
+        arms[PLAIN] = Passes(BASE)
+        known = [one.config for one in arms.values()]
+        for config in settings.values():
+            window = window_of(config)
+            if window not in known:
+                known.append(window)
+                arms[window_name(window)] = Passes(window)
+        round_s = 0.0
+        for number in range(ROUNDS):
+            # Two rounds are the least that give an interval.
+            if number >= 2 and time.monotonic() + round_s > self._until_s:
+                say(f"time for {number} rounds only")
+                break
+            started_s = time.monotonic()
+            # Forth and back: linear drift hits every arm alike over two rounds.
+            for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
+                try:
+                    self._take(engine, block, f"race {name}", arms[name], 500 + number)
+                except BackendError as error:
+                    del arms[name]
+                    if name in settings:
+                        self._say_refused({name: error.message})
+            round_s = time.monotonic() - started_s
+
+    def _take(
+        self, engine: VllmEngine, block: PromptBlock, what: str, passes: Passes, replicate: int
+    ) -> None:
+        engine.configure(passes.config)
+        figures = self._evidence.take(
+            engine,
+            block,
+            f"{what} {setting_of(passes.config)}",
+            replicate=replicate,
+            tokens=RACE_TOKENS,
+        )
+        passes.figures.append(figures)
+        passes.step_s.append(sum(time.est for time in figures.phases.values()))
+
+    # ------------------------------------------------------------------ vLLM's own methods
+
+    def own(self) -> None:
+        """N-gram drafting at every gamma, and a reason for whatever else does not run."""
+        runnable = []
+        refused = {}
+        for name in STOCK_METHODS:
+            reason = NO_MODEL.get(name) or own_method(name).reason
+            if reason:
+                refused[name] = reason
+            else:
+                runnable.append(name)
+        self._say_refused(refused)
+        capacity = self._capacity([])
+        wanted = [
+            StockMethod(name=name, num_speculative_tokens=gamma)
+            for name in runnable
+            for gamma in GAMMAS
+        ]
+        found: dict[str, dict[int, tuple[float, Passes]]] = {}
+        base: list[float] = []
+        try:
+            with self._prompts() as read, self._kept():
+                for engines in self._pairs(capacity, wanted):
+                    block = block_of(read(), self._batch)
+                    for drafting, engine in engines:
+                        if drafting is None:
+                            base += self._stock(engine, block, range(STOCK_PASSES))
+                        else:
+                            by_gamma = found.setdefault(drafting.name, {})
+                            by_gamma[drafting.num_speculative_tokens] = self._own_at(
+                                engine, block, drafting
+                            )
+        finally:
+            for name, by_gamma in found.items():
+                self._rows += own_rows(self._case, name, by_gamma, base)
+
+    def _pairs(
+        self, capacity: Capacity, wanted: Sequence[StockMethod]
+    ) -> Iterator[list[tuple[StockMethod | None, VllmEngine]]]:
+        """Stock vLLM and its methods, two engines at a time: more do not fit beside each other."""
+        everything: list[StockMethod | None] = [None, *wanted]
+        for first in range(0, len(everything), 2):
+            pair = everything[first : first + 2]
+            if first and time.monotonic() > self._until_s - 90.0:
+                left = [one.num_speculative_tokens for one in everything[first:] if one]
+                say(f"no time to start engines at gamma {left}")
+                return
+            arms = [Arm(capacity=capacity, drafting=drafting) for drafting in pair]
+            with engines_of(self._checkpoint, arms, is_compiled=first > 0) as engines:
+                yield list(zip(pair, engines, strict=True))
+
+    def _own_at(
+        self, engine: VllmEngine, block: PromptBlock, drafting: StockMethod
+    ) -> tuple[float, Passes]:
+        """Throughput that gamma is chosen by, and the passes that are published if it is."""
+        engine.prepare(block)
+        name = drafting.name
+        search, published = Passes(drafting.config), Passes(drafting.config)
+        for number in range(2):
+            self._take(engine, block, f"search {name}", search, 300 + number)
+        for number in range(ROUNDS):
+            self._take(engine, block, f"own {name}", published, 500 + number)
+        return mean_of(search.rates), published
+
+    # ------------------------------------------------------------------ pieces
+
+    def _capacity(self, also: Sequence[SpeculationConfig]) -> Capacity:
+        return capacity_of(
+            self._checkpoint,
+            self._batch,
+            num_prompts=self._batch + SPARE_PROMPTS,
+            context=CONTEXT,
+            gammas=GAMMAS,
+            max_ratio=RATIOS[-1],
+            also=also,
+        )
+
+    @contextmanager
+    def _prompts(self) -> Iterator[Callable[[], list[tuple[int, ...]]]]:
+        """Reads prompts while engines start."""
+        with ThreadPoolExecutor(1) as pool:
+            count = self._batch + SPARE_PROMPTS
+            reading = pool.submit(source_prompts, self._checkpoint.tokenizer, count, CONTEXT)
+            yield reading.result
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Writes the passes in any case, before engines take their time to end."""
+        try:
+            yield
+        finally:
+            self._evidence.write()
+            which = ", ".join(dict.fromkeys(self._evidence.not_steady)) or "none"
+            count = float(len(self._evidence.not_steady))
+            self._rows.append(row("passes_not_steady", f"{self._case}: {which}", count, "passes"))
+
+    def _stock(self, engine: VllmEngine, block: PromptBlock, numbers: Sequence[int]) -> list[float]:
+        engine.prepare(block)
+        return [
+            self._evidence.take(
+                engine, block, f"stock {self._case}", replicate=number, tokens=RACE_TOKENS
+            ).decode_tok_s.est
+            for number in numbers
+        ]
+
+    def _say_refused(self, refused: Mapping[str, str]) -> None:
+        for name, why in refused.items():
+            say(f"  NOT SERVED: {name}: {why}")
+            case = f"{self._case} method={name}: {' '.join(why.split())}"
+            self._rows.append(row("not_served", case, 0.0, "figures"))
+
+
+# --------------------------------------------------------------------------- figures
+
+
+def sparse_rows(case: str, arms: Mapping[str, Passes], base: Sequence[float]) -> list[Row]:
+    """What is published of the race.
+
+    Args:
+        case: names the workload.
+        arms: by method name, plain decoding and windows among them.
+        base: stock vLLM's throughput.
+    """
+    rows = [row("stock_decode", case, mean_of(base), "tok/s")]
+    rounds = min((len(one.figures) for one in arms.values()), default=0)
+    if min(rounds, len(base)) < 2:
+        return rows
+    logs = {name: [math.log(rate) for rate in one.rates[:rounds]] for name, one in arms.items()}
+    windows = {one.config: one for one in arms.values() if one.config.algorithm == WINDOW}
+    methods = [name for name in arms if name != PLAIN and not name.startswith(_WINDOW_NAME)]
+    methods.sort(key=lambda name: -sum(logs[name]))
+    if PLAIN in arms:
+        rows.append(
+            row("plugin_gamma0_vs_stock", case, unpaired_ratio(arms[PLAIN].rates, base), "x")
+        )
+    for name in methods:
+        one = arms[name]
+        own = f"{case} method={name}, {setting_of(one.config)}"
+        rows += method_rows(own, one)
+        rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
+        if PLAIN in arms:
+            rows.append(row("speedup_vs_gamma0", own, _paired(logs, name, PLAIN), "x"))
+        other = next((each for each in methods if each != name), None)
+        if other is not None:
+            rows.append(row("vs_best_other", own, _paired(logs, name, other), "x"))
+        window = windows.get(window_of(one.config))
+        if window is not None and window is not one:
+            pairs = zip(window.step_s, one.step_s, strict=False)
+            rest = mean_ratio([math.log(without / with_it) for without, with_it in pairs])
+            overhead = Estimate(est=1 - rest.est, low=1 - rest.high, high=1 - rest.low, n=rest.n)
+            rows.append(row("selection_overhead", own, overhead, "share of an iteration"))
+    return rows
+
+
+def own_rows(
+    case: str, name: str, by_gamma: Mapping[int, tuple[float, Passes]], base: Sequence[float]
+) -> list[Row]:
+    """What is published of one of vLLM's own methods, at its best gamma.
+
+    Args:
+        case: names the workload.
+        name: of the method.
+        by_gamma: throughput it was chosen by, and passes.
+        base: stock vLLM's throughput, of the same run.
+    """
+    rows = [row("own_searched", f"{case} {name}", float(len(by_gamma)), "gammas")]
+    gamma = max(by_gamma, key=lambda each: by_gamma[each][0])
+    one = by_gamma[gamma][1]
+    own = f"{case} method={name}, gamma {gamma}"
+    rows += method_rows(own, one)
+    if len(base) > 1:
+        rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
+        rows.append(row("stock_decode", f"{case}, beside {name}", mean_of(base), "tok/s"))
+    return rows
+
+
+def method_rows(case: str, passes: Passes) -> list[Row]:
+    """Throughput, tokens per iteration and acceptance by position of one method."""
+    counts = [one.counts for one in passes.figures if one.counts]
+    rows = [
+        row(
+            "decode",
+            case,
+            mean_ratio([math.log(rate) for rate in passes.rates]),
+            "tok/s",
+        )
+    ]
+    if counts:
+        rows.append(row("tokens_per_iteration", case, accepted(counts).shifted(1.0), "tokens"))
+    positions = list(zip(*(one.survival for one in passes.figures), strict=False))
+    rows += [
+        row("first_i_drafts_accepted", f"{case} i={index}", mean_of(shares), "share")
+        for index, shares in enumerate(positions, start=1)
+    ]
+    return rows
+
+
+def fastest_against_own(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The fastest method that selects over each of vLLM's own: both against stock in their run.
+
+    Args:
+        rows: of the results file, both parts' where both were run.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for one in rows:
+        if one["claim"] == "speedup_vs_stock":
+            found[method_of(one["case"])] = one
+    selecting = [name for name in found if name not in STOCK_METHODS]
+    if not selecting:
+        return []
+    best = max(selecting, key=lambda name: found[name]["value"])
+    return [
+        row(
+            "fastest_vs_own",
+            f"{found[best]['case'].partition(' method=')[0]} {best} over {name}, unpaired",
+            _ratio(found[best], found[name]),
+            "x",
+        )
+        for name in found
+        if name in STOCK_METHODS
+    ]
+
+
+def _ratio(top: Mapping[str, Any], bottom: Mapping[str, Any]) -> Estimate:
+    """Ratio of two ratios that share nothing: log half-widths add in quadrature."""
+    est = top["value"] / bottom["value"]
+    down = math.hypot(
+        math.log(top["value"] / top["low"]), math.log(bottom["high"] / bottom["value"])
+    )
+    up = math.hypot(math.log(top["high"] / top["value"]), math.log(bottom["value"] / bottom["low"]))
+    return Estimate(est=est, low=est * math.exp(-down), high=est * math.exp(up), n=2)
+
+
+def _paired(logs: Mapping[str, Sequence[float]], one: str, other: str) -> Estimate:
+    pairs = zip(logs[one], logs[other], strict=True)
+    return mean_ratio([above - below for above, below in pairs])
+
+
+_WINDOW_NAME = "window, "
+
+
+def window_of(config: SpeculationConfig) -> SpeculationConfig:
+    """As many drafts from as many entries, none of them selected."""
+    return BASE.replace(
+        algorithm=WINDOW,
+        num_speculative_tokens=config.num_speculative_tokens,
+        sparsity_ratio=config.sparsity_ratio,
+    )
+
+
+def window_name(config: SpeculationConfig) -> str:
+    """Of an arm that no method is."""
+    return f"{_WINDOW_NAME}{setting_of(config)}"
+
+
+def setting_of(config: SpeculationConfig) -> str:
+    """A setting in a few words."""
+    gamma = config.num_speculative_tokens
+    if not gamma or config.sparsity_ratio == 1.0:
+        return f"gamma {gamma}"
+    return f"gamma {gamma}, ratio {config.sparsity_ratio:g}"
+
+
+if __name__ == "__main__":
+    main()
