@@ -168,6 +168,22 @@ class TestVerdict:
         text = on_gpu.to_text()
         assert "2 x NVIDIA H200, CUDA capability 9.0, 140 GiB each, driver 595.91" in text
 
+    def test_without_nvml_it_says_what_is_not_recorded_where_there_is_a_gpu(
+        self, look: Any
+    ) -> None:
+        packages = (missing("nvidia-ml-py", "gpu"),)
+        assert look(packages=packages).problems == ()
+        kernels = {"path": "compiled", "reason": "compiled at installation", "fix": ""}
+        cuda = torch(build="CUDA 13.0", device=GPU, kernels=kernels)
+        what, fix, is_blocking = only_problem(look(packages=packages, torch_=cuda))
+        assert what.startswith("nvidia-ml-py is missing: ")
+        for lost in ("clocks", "throttle reasons", "not rejected", "other processes"):
+            assert lost in what
+        assert fix == "pip install 'vegas-tune[gpu]'"
+        assert not is_blocking
+        there = (package("nvidia-ml-py", extra="gpu"),)
+        assert look(packages=there, torch_=cuda).problems == ()
+
     def test_a_torch_that_cannot_be_imported_blocks_and_says_why(self, look: Any) -> None:
         diagnosis = look(torch_=Torch(error="ImportError: libcudart.so.13: no such file"))
         what, fix, is_blocking = only_problem(diagnosis)

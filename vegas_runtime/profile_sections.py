@@ -62,7 +62,7 @@ class Results(Section):
 
 
 class Failure(Section):
-    """Why a point has no figures; `kind` is oom, launch, timeout, unsteady, killed, ..."""
+    """Why a point has no figures; `kind` is oom, engine, timeout, unsteady, dominated, ..."""
 
     kind: Text
     message: Text
@@ -89,13 +89,43 @@ class Point(Section):
         return self
 
 
+class RejectedWindow(Section):
+    """One try of a measurement that was rejected and made again.
+
+    Attributes:
+        step: of the sweep, as in a decision.
+        sparsity_ratio: of the setting.
+        num_speculative_tokens: of the setting.
+        attempt: 0 for the first try.
+        failure: why it does not count.
+    """
+
+    step: Text
+    sparsity_ratio: Ratio
+    num_speculative_tokens: Count
+    attempt: Count = 0
+    failure: Failure
+
+
 class Curves(Section):
-    """Every point measured, by the step that asked for it."""
+    """Every point measured, by the step that asked for it.
+
+    Attributes:
+        sparsity: points of step 1.
+        gamma: points of step 2.
+        refine: points of step 3.
+        validation: points of the validation.
+        dropped: settings not tried, with the reason; None without any.
+        rejected: tries that were rejected and made again; None without any.
+    """
 
     sparsity: tuple[Point, ...] = ()
     gamma: tuple[Point, ...] = ()
     refine: tuple[Point, ...] = ()
     validation: tuple[Point, ...] = Field(default=(), alias="validate")
+    # None, not empty: profiles from before keep the hash of their content.
+    dropped: tuple[Point, ...] | None = None
+    rejected: tuple[RejectedWindow, ...] | None = None
 
 
 class DecisionRecord(Section):

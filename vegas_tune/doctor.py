@@ -125,6 +125,7 @@ def diagnose() -> Diagnosis:
     backend, reason = choose_backend()
     problems += _package_problems(packages, cache)
     problems += _torch_problems(machine, torch, packages)
+    problems += _telemetry_problems(torch, packages)
     problems += _kernel_problems(torch)
     problems += _cache_problems(cache)
     problems += _memory_problems(machine)
@@ -193,6 +194,18 @@ def _torch_problems(
         yield Problem(
             what="vLLM is missing; it is what a profile for a GPU is served with.",
             fix=f"pip install '{PROJECT}[vllm]'",
+            is_blocking=False,
+        )
+
+
+def _telemetry_problems(torch: Torch, packages: Iterable[Package]) -> Iterable[Problem]:
+    nvml = next((package for package in packages if package.name == "nvidia-ml-py"), None)
+    if torch.has_cuda and nvml is not None and nvml.version is None:
+        yield Problem(
+            what="nvidia-ml-py is missing: the GPU's clocks, power, temperature and throttle "
+            "reasons are not recorded, windows slowed down by heat are not rejected, and other "
+            "processes on the GPU go unnoticed.",
+            fix=f"pip install '{PROJECT}[{nvml.extra}]'",
             is_blocking=False,
         )
 

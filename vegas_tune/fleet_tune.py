@@ -187,6 +187,7 @@ def _publish(
         facts["workload"],
         artifacts=artifacts,
         created=creation_time(path, artifacts),
+        rejected=store.rejected,
     )
     write_profile(profile, path)
     reason = f"{info.backend} on {result.plan.places} workers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,8 @@ _CURVES: Final = {
     "sparsity": SPARSITY, "gamma": GAMMA, "refine": REFINE, "validate": VALIDATE,
 }  # fmt: skip
 _ENOUGH_PASSES: Final = 6
+# Listed one by one in a profile; all of them are counted.
+_MOST_REJECTED: Final = 30
 _NORMAL_95: Final = 1.96
 _ONE: Final = Estimate(est=1.0, low=1.0, high=1.0, n=1)
 
@@ -43,6 +46,7 @@ def build_profile(
     *,
     artifacts: Mapping[str, str],
     created: str,
+    rejected: Sequence[Failed] = (),
     stock: StockArm | None = None,
     use: EngineUse | None = None,
 ) -> Profile:
@@ -55,6 +59,7 @@ def build_profile(
         workload: its description.
         artifacts: SHA-256 by name of the files beside the profile.
         created: when, `YYYY-MM-DDTHH:MM:SSZ`.
+        rejected: tries that were rejected and made again.
         stock: measured before and after, where the engine is vLLM.
         use: what it took of the machine, where that is known.
     """
@@ -81,12 +86,13 @@ def build_profile(
         "workload": Workload.from_facts(workload).model_dump(
             mode="json", by_alias=True, exclude_none=True
         ),
-        "protocol": _protocol(result, info, stock, use),
+        "protocol": _protocol(result, info, rejected, stock, use),
         "decisions": [decision.to_dict() for decision in result.decisions],
         "curves": {
             curve: _curve(result.outcomes, step, plan.plain, result.noise_floor_cv)
             for curve, step in _CURVES.items()
-        },
+        }
+        | _not_measured(result, rejected),
         "artifacts": [{"name": name, "sha256": sha} for name, sha in sorted(artifacts.items())],
         "host": {"cpu": info.device["class"]} if info.device.get("kind") == "cpu" else {},
     }
@@ -111,7 +117,11 @@ def _now() -> str:
 
 
 def _protocol(
-    result: SweepResult, info: EngineInfo, stock: StockArm | None, use: EngineUse | None
+    result: SweepResult,
+    info: EngineInfo,
+    rejected: Sequence[Failed],
+    stock: StockArm | None,
+    use: EngineUse | None,
 ) -> dict[str, Any]:
     plan = result.plan
     values: dict[str, Any] = {
@@ -128,7 +138,9 @@ def _protocol(
         values["pairs"] = result.num_rounds
     if math.isfinite(result.noise_floor_cv):
         values["noise_floor_cv"] = result.noise_floor_cv
-    other = _watched(result.outcomes)
+    other = _watched([*result.outcomes, *rejected])
+    if rejected:
+        other["rejected_windows"] = dict(Counter(failed.kind for failed in rejected))
     if plan.places > 1:
         other["places"] = plan.places
     if use is not None:
@@ -144,6 +156,59 @@ def _protocol(
         if stock.drift is not None:
             other["stock_after_over_before"] = stock.drift.to_dict()
     return values | ({"other": other} if other else {})
+
+
+def _not_measured(result: SweepResult, rejected: Sequence[Failed]) -> dict[str, Any]:
+    """Settings that were not tried, and tries that do not count; empty without any."""
+    values: dict[str, Any] = {}
+    if result.dominated:
+        values["dropped"] = [
+            _setting(config)
+            | {"status": "failed", "failure": {"kind": "dominated", "message": reason}}
+            for config, reason in result.dominated.items()
+        ]
+    if rejected:
+        values["rejected"] = [
+            _setting(failed.point.config)
+            | {
+                "step": failed.point.step,
+                "attempt": failed.attempt,
+                "failure": {"kind": failed.kind, "message": failed.reason},
+            }
+            for failed in rejected[:_MOST_REJECTED]
+        ]
+    return values
+
+
+def _setting(config: SpeculationConfig) -> dict[str, Any]:
+    return {
+        "sparsity_ratio": config.sparsity_ratio,
+        "num_speculative_tokens": config.num_speculative_tokens,
+    }
+
+
+def gpu_warnings(profile: Profile) -> list[str]:
+    """What the user should know of the GPU while it was measured."""
+    if profile.protocol is None or profile.match.device.kind != "cuda":
+        return []
+    gpu = profile.protocol.other.get("gpu")
+    if not isinstance(gpu, Mapping):
+        return [
+            "WARNING: what the GPU did meanwhile (clocks, power, temperature, throttling, other "
+            "processes) was not recorded; vegas-tune doctor says what is missing."
+        ]
+    warnings = []
+    if gpu["foreign_processes"]:
+        warnings.append(
+            f"WARNING: up to {gpu['foreign_processes']} processes of others used the GPU while it "
+            "was measured; its figures are theirs as well."
+        )
+    if gpu["throttled_windows"]:
+        warnings.append(
+            f"WARNING: {gpu['throttled_windows']} windows were rejected because the GPU was slowed "
+            "down by heat or its power brake."
+        )
+    return warnings
 
 
 def _watched(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -213,10 +278,7 @@ def _curve(
     runs = _by_config(outcome for outcome in asked if isinstance(outcome, Measured))
     points = []
     for config in dict.fromkeys(outcome.point.config for outcome in asked):
-        point: dict[str, Any] = {
-            "sparsity_ratio": config.sparsity_ratio,
-            "num_speculative_tokens": config.num_speculative_tokens,
-        }
+        point = _setting(config)
         if config in runs:
             own = runs[config]
             point["decode_tok_s"] = _throughput(own, noise_cv).to_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from vegas_runtime.profile import DecisionRecord, Point, Profile
+from vegas_runtime.profile import DecisionRecord, Point, Profile, RejectedWindow
 from vegas_tune.curves import VALIDATION_STEP, all_points, step_number
 from vegas_tune.report_blocks import Block, Entry, Facts, Table
 from vegas_tune.wording import (
@@ -133,7 +133,56 @@ def points_blocks(profile: Profile) -> tuple[Block, ...]:
         rows=rows,
         numeric=frozenset(range(1, 3 + len(shown))),
     )
-    return (f"{words} Brackets are 95 % intervals.", table)
+    return (
+        f"{words} Brackets are 95 % intervals.",
+        table,
+        *_dropped_blocks(profile),
+        *_rejected_blocks(profile),
+    )
+
+
+def _dropped_blocks(profile: Profile) -> Iterable[Block]:
+    """Settings that were not tried, and why."""
+    dropped = profile.curves.dropped or ()
+    if not dropped:
+        return
+    yield f"{count(len(dropped), 'setting')} not tried, because they need more memory than others:"
+    rows = tuple(
+        (*_setting_cells(each), line(each.failure.message if each.failure else ""))
+        for each in dropped
+    )
+    yield Table(columns=("gamma", "KV kept", "why"), rows=rows, numeric=frozenset({0, 1}))
+
+
+def _rejected_blocks(profile: Profile) -> Iterable[Block]:
+    """Tries that do not count, with the reason; each was made again."""
+    rejected = profile.curves.rejected or ()
+    if not rejected:
+        return
+    counted = profile.protocol.other.get("rejected_windows") if profile.protocol else None
+    total = sum(counted.values()) if isinstance(counted, Mapping) else len(rejected)
+    listed = "" if total == len(rejected) else f" The first {len(rejected)}:"
+    yield f"{count(total, 'window')} rejected and measured again.{listed}"
+    rows = tuple(
+        (
+            str(step_number(each.step) or "stock"),
+            *_setting_cells(each),
+            str(each.attempt + 1),
+            _spaced(each.failure.kind),
+            line(each.failure.message),
+        )
+        for each in rejected
+    )
+    yield Table(
+        columns=("step", "gamma", "KV kept", "try", "kind", "why"),
+        rows=rows,
+        numeric=frozenset({1, 2, 3}),
+    )
+
+
+def _setting_cells(setting: Point | RejectedWindow) -> tuple[str, str]:
+    gamma = setting.num_speculative_tokens
+    return str(gamma), percent(setting.sparsity_ratio) if gamma else ""
 
 
 def _status(measured: Point) -> str:

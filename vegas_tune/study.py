@@ -30,7 +30,7 @@ from vegas_runtime.errors import StorageError, UsageError
 from vegas_runtime.records import read_json_lines, replace_file, write_json_lines
 from vegas_tune.board import DISTRIBUTIONS, METRICS, facts_of, given_up, params_of, value_of
 from vegas_tune.evidence import outcome_from_row, outcome_to_row, pack_records
-from vegas_tune.laboratory import Measured, Outcome
+from vegas_tune.laboratory import Failed, Measured, Outcome, is_final
 from vegas_tune.plan import STEPS, STOCK, Plan, Point
 
 _Key = tuple[str, int]
@@ -96,6 +96,15 @@ class RunFolder:
     def num_stored(self) -> int:
         """Measurements kept so far, failed ones included."""
         return len(self._outcomes)
+
+    @property
+    def rejected(self) -> tuple[Failed, ...]:
+        """Tries that were rejected and made again, by name of their point."""
+        return tuple(
+            outcome
+            for _, outcome in sorted(self._outcomes.items())
+            if isinstance(outcome, Failed) and not is_final(outcome)
+        )
 
     # ------------------------------------------------------------------ as a store
 

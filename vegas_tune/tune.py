@@ -248,6 +248,7 @@ def _publish(
         workload.describe(),
         artifacts=artifacts,
         created=creation_time(path, artifacts),
+        rejected=store.rejected,
         stock=stock,
         use=use,
     )
