@@ -81,8 +81,12 @@ def make_collector(
     device: str = "cpu",
     layers: int = LAYERS,
     extra_batch: int = 1,
+    **declared: Any,
 ) -> Collector:
-    """A collector for batches like `case`, with room for one more request."""
+    """A collector for batches like `case`, with room for one more request.
+
+    Methods and row sets to switch to are passed on as `declared`.
+    """
     shape = AttentionShape(
         num_layers=layers,
         num_heads=case.heads,
@@ -110,6 +114,7 @@ def make_collector(
         min_tokens=torch.tensor([config.min_tokens], dtype=torch.int32, device=device),
         path=path,
         draft_path=draft_path,
+        **declared,
     )
 
 
@@ -177,10 +182,30 @@ def run_step(
     return Step(this=this, config=config, collector=collector, out=out, queries=queries)
 
 
-def exact_scores(step: Step, layer: int, b: int) -> Tensor:
+def accept(step: Step, emitted: Sequence[int]) -> None:
+    """The accept test has run: so many tokens of each request stood, the bonus token among them."""
+    this, case = step.this, step.case
+    budgets = budgets_of(case, step.config, case.queries)
+    step.collector.accepted(
+        keys=[this.k] * LAYERS,
+        block_table=this.table,
+        seq_lens=this.lens,
+        query_start=this.query_start,
+        num_sampled=torch.tensor(emitted, dtype=torch.int32, device=this.device),
+        budgets=torch.tensor(budgets, dtype=torch.int32, device=this.device),
+    )
+
+
+def exact_scores(
+    step: Step, layer: int, b: int, *, rows: Sequence[int] | None = None, per_head: bool = False
+) -> Tensor:
     """[1 or Hkv, L + 1] float64: summed weights of the collected rows over all candidates.
 
     The fused path weighs against the hints it was given, one per head for all rows.
+
+    Args:
+        rows: of the verify block, where the configuration's name does not say.
+        per_head: apart by KV head, whatever the scope.
     """
     this, case = step.this, step.case
     begin, end = int(this.query_start[b]), int(this.query_start[b + 1])
@@ -192,15 +217,17 @@ def exact_scores(step: Step, layer: int, b: int) -> Tensor:
         window=0,
         sinks=None if this.sinks is None else this.sinks.double(),
     )
-    rows = Collection(rows=step.config.rows).row_indices(end - begin)
+    is_early = rows is None
+    rows = Collection(rows=step.config.rows).row_indices(end - begin) if rows is None else rows
     normaliser = done.lse[rows]
-    if step.collector.path == "fused":
+    if is_early and step.collector.path == "fused":
         verify: Any = step.collector._verify
         normaliser = verify.normalisers.hints[layer, b].double().expand_as(normaliser)
     weights = torch.exp(done.logits[rows] - normaliser[..., None])
     weights = weights.view(len(rows), case.kv_heads, -1, case.lens[b]).sum(dim=(0, 2))
     weights = weights[:, : case.lens[b] - (end - begin) + 1]
-    return weights if step.config.scope == "kv_head" else weights.sum(0, keepdim=True)
+    apart = per_head or step.config.scope == "kv_head"
+    return weights if apart else weights.sum(0, keepdim=True)
 
 
 def vegas_positions(codes: Tensor, prefix_lens: Sequence[int], config: SpeculationConfig) -> Tensor:

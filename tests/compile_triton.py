@@ -125,6 +125,15 @@ def walk(
     lse = torch.zeros(heads, BATCH * rows)
     collector.collect(0, q, k, lse, block_table=table, query_start=starts, first=0)
     collector.end_step(block_table=table)
+    collector.accepted(
+        keys=[k],
+        block_table=table,
+        seq_lens=lens,
+        query_start=starts,
+        num_sampled=torch.ones_like(lens),
+        budgets=torch.ones_like(lens),
+        rows=torch.full_like(lens, rows),
+    )
     collector.begin_draft(block_table=table, seq_lens=lens)
     collector.draft(0, q[:BATCH], k, v, block_table=table, seq_lens=lens, out=out[:BATCH])
 
@@ -140,4 +149,6 @@ if __name__ == "__main__":
         walk(*shape, "triton", "fa3", scope="kv_head")
     walk(9, 3, 64, "fa3", "fa3", algorithm="streaming_llm")
     walk(9, 3, 64, "fa3", "fa3", length=2 * WHOLE_ROW)
+    walk(9, 3, 64, "triton", "triton", rows="accepted_only")
+    walk(9, 3, 64, "fa3", "kernel", algorithm="spec_extend")
     sys.stdout.write(" ".join(sorted(COMPILED)))

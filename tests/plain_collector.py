@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ class PlainCollector:
     reason = draft_reason = "tests"
     num_bytes = 0
     collects = True
+    list_shape = False
+    list_shapes = (False,)
+    slowed_by: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *, shape: Any, limits: Any, config: SpeculationConfig, **_: Any) -> None:
         self.shape, self.limits = shape, limits
@@ -103,6 +106,11 @@ class PlainCollector:
 
     def end_step(self, *, block_table: Tensor) -> None:
         assert all(len(lists) == len(self.lengths) for lists in self.lists)
+
+    def accepted(self, *, keys: list[Tensor], num_sampled: Tensor, **_: Any) -> None:
+        assert len(keys) == self.shape.num_layers
+        emitted = zip(num_sampled.tolist(), self.step_rows, strict=True)
+        assert all(0 <= count <= rows for count, rows in emitted)
 
     def begin_draft(self, *, block_table: Tensor, seq_lens: Tensor, request_ids: Tensor) -> None:
         self.draft_steps += 1

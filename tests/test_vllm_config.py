@@ -121,6 +121,9 @@ def test_the_largest_ratio_sizes_the_buffers() -> None:
         ({"sparse_attn_num_speculative_tokens_set": 4}, "a list of whole numbers"),
         ({"sparse_attn_num_speculative_tokens_set": [True]}, "a list of whole numbers"),
         ({"sparse_attn_num_speculative_tokens_set": [65]}, "0 to 64 are supported"),
+        ({"sparse_attn_algorithm_set": "vegas"}, "a list of names"),
+        ({"sparse_attn_algorithm_set": ["spec_extent"]}, "supports vegas, streaming_llm"),
+        ({"sparse_attn_rows_set": ["last"]}, "supports two, all, last_accepted"),
         ({"num_speculative_tokens_per_batch_size": [[2, 4, 3]]}, "for a batch of 1"),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, 3], [4, 8, 2]]}, "without overlap"),
         ({"num_speculative_tokens_per_batch_size": [[1, 4]]}, "each entry is"),
@@ -160,11 +163,29 @@ def test_a_change_while_running_is_checked_against_what_was_declared() -> None:
         ({"num_speculative_tokens": 5}, "was not declared"),
         ({"sparsity_ratio": 0.21}, "buffers were sized for"),
         ({"min_tokens": 1642}, "selection buffers of 1640"),
-        ({"algorithm": "snapkv"}, "supports vegas"),
+        ({"algorithm": "quests"}, "supports vegas"),
+        ({"algorithm": "spec_extend"}, "'spec_extend' in `sparse_attn_algorithm_set`"),
+        ({"rows": "last_accepted"}, "'last_accepted' in `sparse_attn_rows_set`"),
         ({"temperature": 1}, "unknown speculation key"),
     ):
         with pytest.raises(ConfigError, match=said):
             start.change(values, max_model_len=8192)
+
+
+def test_declared_methods_and_rows_may_be_changed_to() -> None:
+    start = settings(
+        sparse_attn_algorithm_set=["spec_extend"], sparse_attn_rows_set=["last_accepted"]
+    )
+    for values in (
+        {"algorithm": "spec_extend"},
+        {"algorithm": "streaming_llm"},
+        {"rows": "last_accepted"},
+        {"rows": "all"},
+    ):
+        assert start.change(values, max_model_len=8192) == start.config.replace(**values)
+    window = settings(sparse_attn_algorithm="streaming_llm")
+    with pytest.raises(ConfigError, match="buffers and graphs for streaming_llm"):
+        window.change({"algorithm": "vegas"}, max_model_len=8192)
 
 
 def test_settings_ride_in_a_plain_dict_and_look_the_same_whatever_they_hold() -> None:

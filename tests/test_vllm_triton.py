@@ -21,9 +21,10 @@ from vegas_runtime.kernels import paged
 from vegas_runtime.policies.base import SelectionInput
 from vegas_runtime.policies.streaming_llm import StreamingLLMPolicy
 from vegas_runtime.vllm_plugin import triton_select
+from vegas_runtime.vllm_plugin.methods import ROW_SETS
 from vegas_runtime.vllm_plugin.triton_attention import ListedEntries, TritonAttention
 from vegas_runtime.vllm_plugin.triton_hints import keep, recall, sum_heads
-from vegas_runtime.vllm_plugin.triton_score import ROW_SETS, score
+from vegas_runtime.vllm_plugin.triton_score import score
 from vegas_runtime.vllm_plugin.triton_select import Selector, Units
 from vegas_runtime.vllm_plugin.triton_steps import draft_lengths, step_lengths, window_lists
 

@@ -141,14 +141,15 @@ def hint_scores(logits: Tensor, hint: Tensor, rows: list[int], num_kv_heads: int
     Args:
         logits: [S, H, N].
         hint: [H] natural-log normalisers.
-        rows: queries to sum.
+        rows: queries to sum; none gives zeros.
         num_kv_heads: Hkv.
 
     Returns:
         [Hkv, N].
     """
     weights = torch.exp((logits[rows] - hint[:, None]).clamp(max=83.0)).nan_to_num(nan=0.0)
-    return weights.view(len(rows), num_kv_heads, -1, logits.shape[-1]).sum(dim=(0, 2))
+    group = logits.shape[1] // num_kv_heads
+    return weights.view(len(rows), num_kv_heads, group, logits.shape[-1]).sum(dim=(0, 2))
 
 
 def octaves(lse: Tensor) -> Tensor:

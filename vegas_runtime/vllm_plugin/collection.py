@@ -5,22 +5,19 @@ call can be captured in a CUDA graph and replayed with other lengths:
 
     bind            once per KV cache: how entries are addressed
     begin_step      once per verify step: lengths, budgets, tails
-      verify        per layer: full attention and one score byte per token
-      collect       per layer, mixed batches: scores of rows whose attention someone else ran
+      verify        per layer: full attention, and one score byte per token or the rows themselves
+      collect       per layer, mixed batches: the same of rows whose attention someone else ran
     end_step        selection, all layers in one go
+    accepted        once per iteration, behind the accept test: lists that had to wait for it
     begin_draft     once per draft step
       draft         per layer: one row a request over its list and tail
 
-Codes of all layers are kept until `end_step` where they fit in `_CODES_SHARE` of the device's
-memory: thirty small selections cost three launches each, one large one costs three in all. Where
-they do not fit, each layer selects at once.
-
-`switches.py` says what a running engine may change, and what is refused.
+`methods.py` says what a method's lists come from, `switches.py` what a running engine may change.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +25,12 @@ from torch import Tensor
 from vegas_runtime.config import Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin import paths
-from vegas_runtime.vllm_plugin.draft_attention import block_pages
-from vegas_runtime.vllm_plugin.draft_lists import make_lists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.late_rows import LateRows, rule_of
+from vegas_runtime.vllm_plugin.listing import Listing
+from vegas_runtime.vllm_plugin.methods import ROW_SETS
 from vegas_runtime.vllm_plugin.switches import Switches
-from vegas_runtime.vllm_plugin.triton_select import Selector, Units
+from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.triton_steps import (
     append_tails,
     draft_lengths,
@@ -40,9 +38,6 @@ from vegas_runtime.vllm_plugin.triton_steps import (
     window_lists,
 )
 from vegas_runtime.vllm_plugin.verification import EngineCall, Scoring, StepLengths
-
-# Of the device's memory that codes of all layers may take; beyond it each layer selects at once.
-_CODES_SHARE: Final = 0.02
 
 
 class Collector:
@@ -53,10 +48,12 @@ class Collector:
         limits: the largest step.
         config: the method and its switches; ratio and floor are the device controls' business.
         device: where.
-        ratio: float64[1] on the device, fraction of entries kept; read by window lists.
+        ratio: float64[1] on the device, fraction of entries kept; read where lengths decide.
         min_tokens: int32[1] on the device, likewise.
         path: how scores are collected: `auto`, or a key of `paths.VERIFY_PATHS`.
         draft_path: how draft steps attend: `auto`, or a key of `paths.DRAFT_PATHS`.
+        algorithms: methods that may be switched to, besides the one in `config`.
+        rows: row sets that may be switched to; those known before acceptance always may.
 
     Attributes:
         path: the collection path taken.
@@ -81,15 +78,17 @@ class Collector:
         min_tokens: Tensor,
         path: str = "auto",
         draft_path: str = "auto",
+        algorithms: Sequence[str] = (),
+        rows: Sequence[Rows] = (),
     ) -> None:
-        self._switches = Switches(config, device)
+        self._switches = Switches(config, device, algorithms=algorithms, rows=rows)
         self._shape, self._limits, self._device = shape, limits, device
         self._ratio, self._min_tokens = ratio, min_tokens
-        self._per_head = self.collects and config.scope == "kv_head"
-        if self._per_head and shape.sinks:
+        per_head = self._switches.shapes
+        if True in per_head and shape.sinks:
             raise ConfigError(
-                "`scope` is 'kv_head' and the model has attention sinks, which draft attention "
-                "cannot combine yet.",
+                f"{self._switches.named_per_head} reads a list per KV head and the model has "
+                "attention sinks, which draft attention cannot combine yet.",
                 hint="Use scope 'layer'.",
             )
         self._scoring = Scoring(row_set=self._switches.row_set, scale=shape.scale)
@@ -98,25 +97,29 @@ class Collector:
             shape,
             limits,
             device,
-            rows=config.rows,
-            is_scored=self.collects,
+            rows=config.rows if config.rows in ROW_SETS else "two",
+            is_scored=self._switches.is_scored,
         )
         self._verify = paths.make_verify(
-            self.path, shape, limits, device, scoring=self._scoring, per_head=self._per_head
+            self.path,
+            shape,
+            limits,
+            device,
+            scoring=self._scoring,
+            per_head=self._switches.scores_per_head,
         )
         self.draft_path, self.draft_reason = paths.choose_draft(draft_path, shape, limits, device)
         self._draft = paths.make_draft(self.draft_path, shape, limits, device)
         self.max_budget = limits.capacity
-        self._units: Units | None = None
-        self._block_pages = 0
+        self._given_rows: Tensor | None = None
         self._allocate()
 
     def _allocate(self) -> None:
         """Make every buffer."""
-        shape, limits = self._shape, self._limits
-        B, heads = limits.max_batch, shape.num_kv_heads if self._per_head else 1
-        ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        rows, candidates, counts, tail_start, row_mask = torch.zeros((5, B), **ints)
+        shape, limits, switches = self._shape, self._limits, self._switches
+        rows, candidates, counts, tail_start, row_mask = torch.zeros(
+            (5, limits.max_batch), dtype=torch.int32, device=self._device
+        )
         self._lengths = StepLengths(
             rows=rows,
             candidates=candidates,
@@ -124,41 +127,36 @@ class Collector:
             tail_start=tail_start,
             row_mask=row_mask,
         )
-        self._lists = make_lists(
-            self._switches.list_source,
-            limits,
-            self._device,
-            num_layers=shape.num_layers,
-            heads=heads,
-            with_tail=self._draft.with_tail,
-            counts=counts,
-            tail_start=tail_start,
-        )
-        self._codes: Tensor | None = None
-        self._selector: Selector | None = None
-        if not self.collects:
-            return
-        layers = shape.num_layers
-        if layers * B * heads * limits.padded_len > _CODES_SHARE * _device_bytes(self._device):
-            layers = 1
-        size = (layers, B, heads, limits.padded_len)
-        self._codes = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._selector = Selector(
-            rows=layers * B * heads, max_len=limits.max_len, device=self._device
-        )
+        self._listings = {
+            per_head: Listing(
+                shape,
+                limits,
+                source=switches.listed_from,
+                per_head=per_head,
+                is_ranked=self.collects,
+                draft=self._draft,
+                lengths=self._lengths,
+                device=self._device,
+            )
+            for per_head in switches.shapes
+        }
+        self._listing = self._listings[switches.per_head]
+        self._late: LateRows | None = None
+        if switches.keeps_rows:
+            self._late = LateRows(shape, limits, is_kept=switches.kept, device=self._device)
 
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
-        held = self._lists.num_bytes + 5 * self._lengths.rows.nbytes
-        held += 0 if self._codes is None else self._codes.nbytes
-        held += 0 if self._selector is None else self._selector.num_bytes
+        held = 5 * self._lengths.rows.nbytes
+        held += sum(listing.num_bytes for listing in self._listings.values())
+        held += 0 if self._late is None else self._late.num_bytes
         return held + self._verify.num_bytes + self._draft.num_bytes
 
     @property
     def collects(self) -> bool:
-        """Whether verify steps can be scored at all."""
-        return self._switches.is_scored
+        """Whether verify steps are ever scored, or their rows kept."""
+        return self._switches.is_scored or self._switches.keeps_rows
 
     @property
     def algorithm(self) -> str:
@@ -170,6 +168,25 @@ class Collector:
         """The row set in force, read from the device."""
         return self._switches.rows
 
+    @property
+    def slowed_by(self) -> dict[str, str]:
+        """What slows which of the methods that can be chosen; those at full speed are left out."""
+        return self._switches.slowed_by
+
+    @property
+    def list_shapes(self) -> tuple[bool, ...]:
+        """Shapes of lists that drafts are captured for: whether there is one per KV head."""
+        return tuple(self._listings)
+
+    @property
+    def list_shape(self) -> bool:
+        """Shape of the lists that the next draft step reads."""
+        return self._listing.per_head
+
+    def use_lists(self, per_head: bool) -> None:
+        """Let draft steps read lists of that shape, one of `list_shapes`."""
+        self._listing = self._listings[per_head]
+
     def set_algorithm(self, algorithm: str) -> None:
         """Draft with another method from the next step on.
 
@@ -177,12 +194,13 @@ class Collector:
             ConfigError: this collector was not made for it.
         """
         self._switches.set_algorithm(algorithm)
+        self.use_lists(self._switches.per_head)
 
     def set_rows(self, rows: Rows) -> None:
         """Sum other rows of the verify block from the next step on.
 
         Raises:
-            ConfigError: a row set that is known only after acceptance, or that this path lacks.
+            ConfigError: a row set that this collector keeps no room for, or that its path lacks.
         """
         self._switches.set_rows(rows, path=self.path)
 
@@ -216,8 +234,8 @@ class Collector:
         Raises:
             ConfigError: the draft attention cannot read this layout.
         """
-        self._units = self._draft.units(k, per_head=self._per_head)
-        self._block_pages = block_pages(k) if self._lists.pages is not None else 0
+        for listing in self._listings.values():
+            listing.bind(k)
 
     def begin_step(
         self,
@@ -248,7 +266,7 @@ class Collector:
             query_start=query_start,
             given_rows=rows,
             budgets=budgets,
-            algorithm=self._switches.algorithm_flag,
+            algorithm=self._switches.unscored,
             row_set=self._switches.row_set,
             capacity=self.max_budget,
             rows=lengths.rows,
@@ -257,16 +275,22 @@ class Collector:
             tail_start=lengths.tail_start,
             row_mask=lengths.row_mask,
         )
+        self._given_rows = rows
         self._verify.begin_step(seq_lens=seq_lens, query_start=query_start, request_ids=request_ids)
-        if self.collects and self._draft.with_tail:
+        if self._scored is not None:
+            self._append_tails(self._scored, lengths, block_table)
+
+    def _append_tails(self, listing: Listing, lengths: StepLengths, block_table: Tensor) -> None:
+        """Write tails behind the lists, for draft attention that reads one page list."""
+        if self._draft.with_tail:
             append_tails(
                 counts=lengths.counts,
                 tail_start=lengths.tail_start,
                 block_table=block_table,
                 block_size=self._shape.block_size,
-                units=self.units,
+                units=listing.units,
                 length=self._limits.tail,
-                lists=self._lists.entries[:, :B],
+                lists=listing.lists.entries[:, : lengths.counts.shape[0]],
             )
 
     def verify(
@@ -304,7 +328,7 @@ class Collector:
             sinks: [H] logits of the denominator, or None.
         """
         B = seq_lens.shape[0]
-        self._verify.verify(
+        lse = self._verify.verify(
             layer,
             q,
             k,
@@ -321,7 +345,8 @@ class Collector:
                 max_len=max_len, scheduler_metadata=scheduler_metadata, num_splits=num_splits
             ),
         )
-        self._select_at_once(layer, block_table, first=0)
+        self._keep(layer, q, lse, query_start, first=0)
+        self._select_layer(layer, block_table, first=0)
 
     def collect(
         self,
@@ -346,8 +371,11 @@ class Collector:
             first: index of the first of them in `begin_step`.
         """
         B = block_table.shape[0]
+        if B == 0:
+            return
+        self._keep(layer, q, lse.T, query_start, first=first)
         codes = self._layer_codes(layer, first, B)
-        if codes is None or B == 0:
+        if codes is None:
             return
         self._verify.remember(layer, lse.T, query_start, first=first)
         self._scoring(
@@ -359,7 +387,7 @@ class Collector:
             query_start=query_start,
             codes=codes,
         )
-        self._select_at_once(layer, block_table, first=first)
+        self._select_layer(layer, block_table, first=first)
 
     def end_step(self, *, block_table: Tensor) -> None:
         """Select for every layer, after the last one.
@@ -367,8 +395,103 @@ class Collector:
         Args:
             block_table: [B, blocks] int32, all requests of `begin_step`.
         """
-        if self._codes is not None and self._codes.shape[0] == self._shape.num_layers:
-            self._select(slice(None), block_table, first=0)
+        if self._scored is not None:
+            assert self._scored.ranking is not None
+            self._scored.ranking.after_all(
+                lengths=self._lengths.part(0, block_table.shape[0]),
+                block_table=block_table,
+                units=self._scored.units,
+                lists=self._scored.lists.entries,
+            )
+
+    def accepted(
+        self,
+        *,
+        keys: Sequence[Tensor],
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        num_sampled: Tensor,
+        budgets: Tensor,
+        rows: Tensor | None = None,
+    ) -> None:
+        """Make the lists that had to wait for acceptance; nothing for other methods.
+
+        Args:
+            keys: [blocks, block size, Hkv, D] view of each layer's K.
+            block_table: [B, blocks] int32, as in `begin_step`.
+            seq_lens: [B] int32 tokens cached by the verify pass, its own included.
+            query_start: [B + 1] int32, as in `begin_step`.
+            num_sampled: [B] int32 tokens each request emitted; 0 for an incomplete prompt.
+            budgets: [B] int32, as in `begin_step`.
+            rows: [B] int32, as in `begin_step`.
+        """
+        if self._switches.source == "accepted":
+            self._choose_late(
+                self._switches.held,
+                self._switches.held_rows,
+                keys=keys,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                query_start=query_start,
+                num_sampled=num_sampled,
+                budgets=budgets,
+                given_rows=rows,
+            )
+
+    def warm_up(self, keys: Sequence[Tensor]) -> None:
+        """Compile what `accepted` runs for every method that may be chosen, on an idle request.
+
+        Args:
+            keys: as in `accepted`.
+        """
+        idle = torch.zeros(2, dtype=torch.int32, device=self._device)
+        for algorithm, rows in self._switches.late:
+            self._choose_late(
+                algorithm,
+                rows,
+                keys=keys[:1],
+                block_table=idle[None],
+                seq_lens=idle[:1],
+                query_start=idle,
+                num_sampled=idle[:1],
+                budgets=idle[:1],
+                given_rows=idle[:1],
+            )
+
+    def _choose_late(
+        self,
+        algorithm: str,
+        rows: Rows,
+        *,
+        keys: Sequence[Tensor],
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        num_sampled: Tensor,
+        budgets: Tensor,
+        given_rows: Tensor | None,
+    ) -> None:
+        assert self._late is not None
+        B, listing = seq_lens.shape[0], self._listings[self._switches.is_per_head(algorithm)]
+        assert listing.ranking is not None
+        lengths = self._lengths.part(0, B)
+        self._late.choose(
+            rule_of(algorithm, rows),
+            keys=keys,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            rows=given_rows,
+            num_sampled=num_sampled,
+            budgets=budgets,
+            capacity=self.max_budget,
+            units=listing.units,
+            ranking=listing.ranking,
+            lengths=lengths,
+            lists=listing.lists.first(B),
+        )
+        self._append_tails(listing, lengths, block_table)
 
     def begin_draft(
         self, *, block_table: Tensor, seq_lens: Tensor, request_ids: Tensor | None = None
@@ -381,16 +504,17 @@ class Collector:
             request_ids: as in `begin_step`.
         """
         B = seq_lens.shape[0]
-        lists = self._lists.first(B)
+        listing = self._listing
+        lists = listing.lists.first(B)
         if lists.pages is not None:
             window_lists(
                 seq_lens=seq_lens,
                 ratio=self._ratio,
                 min_tokens=self._min_tokens,
-                dense=self._switches.list_source == "everything",
+                dense=self._switches.source == "everything",
                 block_table=block_table,
                 block_size=self._shape.block_size,
-                block_pages=self._block_pages,
+                block_pages=listing.block_pages,
                 slots=lists.entries[0],
                 counts=lists.counts,
                 tail_start=lists.tail_start,
@@ -400,12 +524,12 @@ class Collector:
         else:
             draft_lengths(
                 seq_lens=seq_lens,
-                algorithm=self._switches.algorithm_flag,
+                algorithm=self._switches.window,
                 ratio=self._ratio,
                 min_tokens=self._min_tokens,
                 block_table=block_table,
                 block_size=self._shape.block_size,
-                units=self.units,
+                units=listing.units,
                 with_tail=self._draft.with_tail,
                 lists=lists.entries,
                 counts=lists.counts,
@@ -439,7 +563,7 @@ class Collector:
             sinks: [H] or None.
         """
         B = seq_lens.shape[0]
-        lists = self._lists.first(B)
+        lists = self._listing.lists.first(B)
         self._draft.attend(
             q,
             k,
@@ -458,48 +582,52 @@ class Collector:
 
         Entries are units of the draft attention (`Units`); for looking at, not for the hot path.
         """
-        lists = self._lists.first(batch)
+        lists = self._listing.lists.first(batch)
         return lists.of_layer(layer), lists.counts
 
     def codes(self, layer: int, batch: int) -> Tensor | None:
         """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
-        return self._layer_codes(layer, 0, batch)
+        ranking = self._listing.ranking
+        return None if ranking is None else ranking.of_layer(layer, 0, batch)
 
     @property
     def units(self) -> Units:
-        """How list entries are addressed in the bound cache."""
-        assert self._units is not None, "bind() comes before the first step"
-        return self._units
+        """How entries of the lists in use are addressed in the bound cache."""
+        return self._listing.units
+
+    @property
+    def _scored(self) -> Listing | None:
+        """The lists made of scores summed inside verification."""
+        return self._listings[self._switches.scores_per_head] if self._switches.is_scored else None
 
     def _layer_codes(self, layer: int, first: int, batch: int) -> Tensor | None:
-        if self._codes is None:
+        if self._scored is None:
             return None
-        kept = self._codes[layer if self._codes.shape[0] > 1 else 0]
-        return kept[first : first + batch]
+        assert self._scored.ranking is not None
+        return self._scored.ranking.of_layer(layer, first, batch)
 
-    def _select_at_once(self, layer: int, block_table: Tensor, *, first: int) -> None:
+    def _keep(self, layer: int, q: Tensor, lse: Tensor, query_start: Tensor, *, first: int) -> None:
+        """Set verify rows aside for a method that waits for acceptance."""
+        if self._late is not None:
+            B, rows = query_start.shape[0] - 1, self._given_rows
+            self._late.keep(
+                layer,
+                q,
+                lse,
+                query_start=query_start,
+                rows=None if rows is None else rows[first : first + B],
+                first=first,
+            )
+
+    def _select_layer(self, layer: int, block_table: Tensor, *, first: int) -> None:
         """Select for one layer where codes of several are not kept."""
-        if self._codes is not None and self._codes.shape[0] < self._shape.num_layers:
-            self._select(slice(layer, layer + 1), block_table, first=first)
-
-    def _select(self, layers: slice, block_table: Tensor, *, first: int) -> None:
-        assert self._codes is not None
-        assert self._selector is not None
-        B = block_table.shape[0]
-        lengths = self._lengths.part(first, B)
-        self._selector.select(
-            self._codes[:, first : first + B],
-            candidates=lengths.candidates,
-            counts=lengths.counts,
-            block_table=block_table,
-            block_size=self._shape.block_size,
-            units=self.units,
-            lists=self._lists.entries[layers, first : first + B],
-        )
-
-
-def _device_bytes(device: torch.device) -> float:
-    """Memory of a GPU; elsewhere no limit."""
-    if device.type != "cuda":
-        return float("inf")
-    return float(torch.cuda.get_device_properties(device).total_memory)
+        if self._scored is not None:
+            assert self._scored.ranking is not None
+            self._scored.ranking.after_layer(
+                layer,
+                lengths=self._lengths.part(first, block_table.shape[0]),
+                block_table=block_table,
+                units=self._scored.units,
+                lists=self._scored.lists.entries,
+                first=first,
+            )

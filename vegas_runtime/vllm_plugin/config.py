@@ -9,25 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from vegas_runtime.config import (
     MAX_SPECULATIVE_TOKENS,
     RFC_KEYS,
     RFC_METHOD,
+    Rows,
     SpeculationConfig,
 )
 from vegas_runtime.errors import ConfigError
+from vegas_runtime.vllm_plugin.methods import ALGORITHMS, declared_algorithms, declared_rows
 
 SETTINGS_KEY: Final = "vegas"
 WORKER_CLASS: Final = "vegas_runtime.vllm_plugin.worker.VegasWorker"
 
-ALGORITHMS: Final = ("vegas", "streaming_llm")
 COLLECTIONS: Final = ("auto", "fused", "fused_exact", "fa3", "triton")
 DRAFT_ATTENTIONS: Final = ("auto", "kernel", "fa3", "triton")
 
 # The plugin's own keys, beside the RFC's.
 GAMMAS_KEY: Final = "sparse_attn_num_speculative_tokens_set"
+ALGORITHMS_KEY: Final = "sparse_attn_algorithm_set"
+ROWS_KEY: Final = "sparse_attn_rows_set"
 MAX_RATIO_KEY: Final = "sparse_attn_max_ratio"
 COLLECTION_KEY: Final = "sparse_attn_collection"
 DRAFT_ATTENTION_KEY: Final = "sparse_attn_draft_attention"
@@ -67,6 +70,8 @@ class PluginSettings:
             every value of `schedule` among them. CUDA graphs are captured for each.
         schedule: (first batch size, last batch size, gamma), ends included; empty when one gamma
             holds for every batch size.
+        algorithms: methods that may be chosen while it runs, beside the first one.
+        rows: row sets likewise; those known before acceptance always may.
         max_ratio: largest sparsity ratio (fraction kept) that may be chosen; sizes the buffers.
         collection: how scores are read off the verify pass: `auto`, `fused`, `fused_exact`,
             `fa3` or `triton`.
@@ -79,12 +84,17 @@ class PluginSettings:
     config: SpeculationConfig
     gammas: tuple[int, ...]
     schedule: Schedule = ()
+    algorithms: tuple[str, ...] = ()
+    rows: tuple[Rows, ...] = ()
     max_ratio: float = DEFAULT_MAX_RATIO
     collection: str = "auto"
     draft_attention: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("sparse_attn_algorithm", self.config.algorithm, ALGORITHMS)
+        for algorithm in (self.config.algorithm, *self.algorithms):
+            _check_choice("sparse_attn_algorithm", algorithm, ALGORITHMS)
+        for rows in self.rows:
+            _check_choice(ROWS_KEY, rows, get_args(Rows))
         _check_choice(COLLECTION_KEY, self.collection, COLLECTIONS)
         _check_choice(DRAFT_ATTENTION_KEY, self.draft_attention, DRAFT_ATTENTIONS)
         if not 0 < self.max_ratio <= 1:
@@ -141,11 +151,18 @@ class PluginSettings:
             max_model_len: longest request, in tokens.
 
         Raises:
-            ConfigError: an unknown field, a value outside its range, a gamma that was not
-                declared at start, or a selection larger than the buffers.
+            ConfigError: an unknown field, a value outside its range, a gamma, method or row set
+                that was not declared at start, or a selection larger than the buffers.
         """
         config = SpeculationConfig.from_dict({**self.config.to_dict(), **values})
         _check_choice("algorithm", config.algorithm, ALGORITHMS)
+        self._check_declared(
+            "algorithm",
+            config.algorithm,
+            declared_algorithms(self.config, self.algorithms),
+            ALGORITHMS_KEY,
+        )
+        self._check_declared("rows", config.rows, declared_rows(self.config, self.rows), ROWS_KEY)
         check_gamma(config.num_speculative_tokens, self.gammas)
         if config.sparsity_ratio > self.max_ratio:
             raise ConfigError(
@@ -161,6 +178,15 @@ class PluginSettings:
                 hint=f"Start it with that floor, or with a larger `{MAX_RATIO_KEY}`.",
             )
         return config
+
+    @staticmethod
+    def _check_declared(name: str, value: str, declared: Sequence[str], key: str) -> None:
+        if value not in declared:
+            raise ConfigError(
+                f"`{name}` is {value!r}; this engine has buffers and graphs for "
+                f"{', '.join(declared)}.",
+                hint=f"Start it with {value!r} in `{key}`.",
+            )
 
     def vllm_schedule(self) -> list[tuple[int, int, int]]:
         """What holds, then what is declared: vLLM's `num_speculative_tokens_per_batch_size`.
@@ -244,6 +270,8 @@ def translate(values: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any],
     declared = own.pop(GAMMAS_KEY, None)
     schedule = read_schedule(own.pop(SCHEDULE_KEY, None))
     max_ratio = _read_max_ratio(own.pop(MAX_RATIO_KEY, None))
+    algorithms = _read_names(ALGORITHMS_KEY, own.pop(ALGORITHMS_KEY, ()))
+    rows = _read_names(ROWS_KEY, own.pop(ROWS_KEY, ()))
     collection = own.pop(COLLECTION_KEY, "auto")
     draft_attention = own.pop(DRAFT_ATTENTION_KEY, "auto")
     _check_keys(own)
@@ -252,6 +280,8 @@ def translate(values: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any],
         config=config,
         gammas=_read_gammas(declared, config, schedule),
         schedule=schedule,
+        algorithms=algorithms,
+        rows=rows,
         max_ratio=max(DEFAULT_MAX_RATIO, config.sparsity_ratio) if max_ratio is None else max_ratio,
         collection=collection,
         draft_attention=draft_attention,
@@ -354,7 +384,10 @@ def _check_keys(values: Mapping[str, Any]) -> None:
     known = {"method", *RFC_KEYS.values()}
     unknown = [key for key in values if key not in known]
     if unknown:
-        mine = (GAMMAS_KEY, MAX_RATIO_KEY, COLLECTION_KEY, DRAFT_ATTENTION_KEY, SCHEDULE_KEY)
+        mine = (
+            *(GAMMAS_KEY, ALGORITHMS_KEY, ROWS_KEY, MAX_RATIO_KEY, COLLECTION_KEY),
+            *(DRAFT_ATTENTION_KEY, SCHEDULE_KEY),
+        )
         raise ConfigError(
             f"`{unknown[0]}` means nothing to method {RFC_METHOD!r}, whose draft model is the "
             f"target itself; known are {', '.join([*RFC_KEYS.values(), *mine])}."
@@ -367,6 +400,12 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 def is_whole(value: object) -> bool:
     """Whether a value from outside is a whole number and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_names(key: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"`{key}` is {value!r}; a list of names is needed.")
+    return tuple(value)
 
 
 def _read_max_ratio(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
 from vegas_runtime.vllm_plugin.geometry import Limits
-from vegas_runtime.vllm_plugin.switches import ListSource
+from vegas_runtime.vllm_plugin.methods import ListSource
 
 
 @dataclass(frozen=True, kw_only=True)

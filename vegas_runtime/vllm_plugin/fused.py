@@ -159,7 +159,7 @@ class FusedVerify:
         codes: Tensor | None,
         sinks: Tensor | None,
         call: EngineCall,
-    ) -> None:
+    ) -> Tensor:
         """See `VerifyPath.verify`."""
         B, T = seq_lens.shape[0], q.shape[0]
         lse, known = self._lse[:T], self.normalisers.known[layer, :B]
@@ -204,3 +204,4 @@ class FusedVerify:
                 query_start=query_start,
                 kept=known,
             )
+        return lse

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vegas_runtime.policies.topk import PAGE_SIZE
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
@@ -66,5 +68,8 @@ class Limits:
 
     @property
     def tail(self) -> int:
-        """Tokens that can follow row 0's while drafting: accepted ones and new drafts."""
-        return 2 * (self.max_rows - 1)
+        """Tokens that can follow the candidates while drafting: accepted ones and new drafts.
+
+        Before them a page that candidates do not fill, where whole pages compete.
+        """
+        return PAGE_SIZE - 1 + 2 * (self.max_rows - 1)

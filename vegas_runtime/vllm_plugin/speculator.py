@@ -8,7 +8,7 @@ kept per request between steps, and preemption or reordering need no care.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vegas_runtime.vllm_plugin.attention import DraftMetadata
+from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_sampling import FORBIDDEN, DraftSampler
 from vegas_runtime.vllm_plugin.draft_steps import DraftSteps
 from vegas_runtime.vllm_plugin.graphs import DraftGraphs
+
+AfterAcceptance = Callable[[Any, Tensor], None]
+LayerKeys = Callable[[], list[Tensor]]
 
 
 class VegasSpeculator(DraftModelSpeculator):
@@ -46,11 +50,14 @@ class VegasSpeculator(DraftModelSpeculator):
             logits=self.draft_logits,
             use_fp64=self.use_fp64_gumbel,
         )
-        self.graphs: DraftGraphs | None = None
+        self.graphs: dict[bool, DraftGraphs] = {}
         self.attn_groups: list[Any] = []
         self._sampler: Any = None
         self._requests: Any = None
         self._layers: tuple[str, ...] = ()
+        self._collector: Collector
+        self._after_acceptance: AfterAcceptance
+        self._keys: LayerKeys
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +77,18 @@ class VegasSpeculator(DraftModelSpeculator):
         """Use the target's sampler and request states, which exist once the model is loaded."""
         self._sampler, self._requests = sampler, requests
 
+    def use(self, collector: Collector, after_acceptance: AfterAcceptance, keys: LayerKeys) -> None:
+        """Draft from that collector's lists.
+
+        Args:
+            collector: has the lists.
+            after_acceptance: makes those that had to wait for the accept test; called with the
+                batch and its [B] int32 tokens emitted, before the first draft step.
+            keys: gives each layer's K in the cache in use.
+        """
+        self._collector, self._after_acceptance = collector, after_acceptance
+        self._keys = keys
+
     def set_attn(
         self,
         model_state: Any,
@@ -84,24 +103,32 @@ class VegasSpeculator(DraftModelSpeculator):
         self.block_tables = block_tables
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Prepare draft graphs wherever verification has FULL graphs."""
-        self.graphs = None
+        """Prepare draft graphs wherever verification has FULL graphs, for each shape of lists."""
+        self.graphs = {}
         if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL:
-            self.graphs = DraftGraphs(self.vllm_config, self.device, self._run_step)
+            self.graphs = {
+                shape: DraftGraphs(self.vllm_config, self.device, self._run_step)
+                for shape in self._collector.list_shapes
+            }
 
     def capture(self) -> None:
         """Capture the draft step for every batch size."""
-        if self.graphs is None:
+        if not self.graphs:
             return
         # Idle rows and the first column: what is captured must not write past its buffers.
         self.draft_sampler.load(self._sampler)
         self.steps.step.zero_()
         self.steps.active.fill_(-1)
-        self.graphs.capture_steps()
+        in_use = self._collector.list_shape
+        for shape, graphs in self.graphs.items():
+            self._collector.use_lists(shape)
+            graphs.capture_steps()
+        self._collector.use_lists(in_use)
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile the two kernels that run outside the graph, on a batch of one idle row."""
+        """Compile the kernels that run outside the graphs, on a batch of one idle row."""
+        self._collector.warm_up(self._keys())
         idle = self.idx_mapping[:1].fill_(-1)
         self._begin(idle, torch.zeros_like(idle, dtype=torch.int32), padded=1)
         self.steps.forget(1, 1, output_counts=self._counts)
@@ -143,16 +170,18 @@ class VegasSpeculator(DraftModelSpeculator):
             num_drafts = min(num_speculative_tokens, num_drafts)
         if num_drafts == 0:
             return drafts
-        graph = None if self.graphs is None else self.graphs.find(batch)
+        graphs = self.graphs.get(self._collector.list_shape)
+        graph = None if graphs is None else graphs.find(batch)
         padded = batch if graph is None or graph.num_reqs is None else graph.num_reqs
+        self._after_acceptance(input_batch, num_sampled)
         self.draft_sampler.load(self._sampler)
         self._begin(input_batch.idx_mapping, num_sampled, padded=padded)
         for _ in range(num_drafts):
             if graph is None:
                 self._run_step(batch)
             else:
-                assert self.graphs is not None
-                self.graphs.run_fullgraph(graph)
+                assert graphs is not None
+                graphs.run_fullgraph(graph)
         self.steps.forget(batch, num_drafts, output_counts=self._counts)
         return drafts
 

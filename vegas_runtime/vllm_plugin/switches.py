@@ -1,32 +1,31 @@
 """What the collector does for which method, and what of it a running engine may change.
 
-Algorithm and row set are flags on the device that captured kernels read: changing one costs no
-recapture. A collector made for Vegas can draft with StreamingLLM's window instead, and scores
-nothing meanwhile; one made for a window has no buffers for scores.
+Method and row set are flags on the device that captured kernels read: changing one costs no
+recapture. A collector has buffers for the methods declared when it is made, and runs only those.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from vegas_runtime.config import Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
-from vegas_runtime.vllm_plugin.triton_score import ROW_SETS
+from vegas_runtime.vllm_plugin.methods import (
+    LATE_ROWS,
+    METHODS,
+    ROW_SETS,
+    ListSource,
+    declared_algorithms,
+    declared_rows,
+    slowed_by,
+    source_of,
+)
 
-ListSource = Literal["scores", "window", "everything"]
-
-# What a method's lists come from. Others need what no collector yields yet: Quest the draft
-# step's own query, SnapKV the prompt's last 32 rows, SpecExtend and SparseSpec rows that are known
-# only after acceptance, hence scores kept per row.
-METHODS: Final[dict[str, ListSource]] = {
-    "vegas": "scores",
-    "streaming_llm": "window",
-    "dense": "everything",
-}
-# What one collector can switch between while running; the flag on the device is the index.
-_SWITCHABLE: Final = ("vegas", "streaming_llm")
+_NAMES: Final = tuple(METHODS)
+_ALL_ROWS: Final = (*ROW_SETS, *LATE_ROWS)
 
 
 class Switches:
@@ -35,97 +34,180 @@ class Switches:
     Args:
         config: the method and rows to start with.
         device: where.
+        algorithms: methods that may be switched to besides.
+        rows: row sets likewise.
 
     Attributes:
-        list_source: what lists are made from at start.
-        algorithm_flag: [1] int32, 0 while lists come from scores.
+        sources: what lists are ever made from.
+        unscored: [1] int32, 0 while a verify pass sums scores.
+        window: [1] int32, 0 while drafts read selected lists.
+        kept: [1] int32, 1 while verify rows are kept until acceptance is known.
         row_set: [1] int32 index into `ROW_SETS`.
+        source: what lists come from now.
+        held: the method in force, as last set.
+        held_rows: the row set in force, likewise.
+        scores_per_head: whether `scope` asks for a list per KV head.
 
     Raises:
         ConfigError: a method or switch that vLLM steps cannot serve yet.
     """
 
-    def __init__(self, config: SpeculationConfig, device: torch.device) -> None:
-        check_method(config)
-        self._started_with = config.algorithm
-        self.list_source = METHODS[config.algorithm]
-        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.algorithm_flag = torch.full((1,), int(not self.is_scored), **ints)
-        rows = ROW_SETS.index(config.rows) if self.is_scored else 0
-        self.row_set = torch.full((1,), rows, **ints)
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        device: torch.device,
+        *,
+        algorithms: Sequence[str] = (),
+        rows: Sequence[Rows] = (),
+    ) -> None:
+        self._algorithms = declared_algorithms(config, algorithms)
+        self._rows = declared_rows(config, rows)
+        self.scores_per_head = config.scope == "kv_head"
+        for algorithm in self._algorithms:
+            check_method(config, algorithm)
+        self.sources = {
+            source_of(algorithm, one) for algorithm in self._algorithms for one in self._rows
+        }
+        if len(self._algorithms) > 1 and "everything" in self.sources:
+            raise ConfigError("'dense' was declared beside other methods; it runs alone.")
+        flags = torch.zeros(6, dtype=torch.int32, device=device)
+        self._algorithm_flag, self._rows_flag, *rest = (flags[i : i + 1] for i in range(6))
+        self.unscored, self.window, self.kept, self.row_set = rest
+        self.source: ListSource
+        self.held: str
+        self.held_rows: Rows
+        self._set(config.algorithm, config.rows)
 
     @property
     def is_scored(self) -> bool:
         """Whether verify steps can be scored at all."""
-        return self.list_source == "scores"
+        return "scores" in self.sources
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether verify rows can be kept until acceptance is known."""
+        return "accepted" in self.sources
+
+    @property
+    def listed_from(self) -> ListSource:
+        """What buffers of lists must have room for: selected entries, unless none are selected."""
+        selected = self.sources & {"scores", "accepted"}
+        return "scores" if selected else self.source
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the method in force reads a list per KV head."""
+        return self.is_per_head(self.held)
+
+    @property
+    def shapes(self) -> tuple[bool, ...]:
+        """Whether there is a list per KV head, for each shape of list that is ever read."""
+        return tuple(sorted({self.is_per_head(name) for name in self._algorithms}))
+
+    @property
+    def named_per_head(self) -> str:
+        """The first method that reads a list per KV head, for a sentence about it."""
+        return next(repr(name) for name in self._algorithms if self.is_per_head(name))
+
+    @property
+    def late(self) -> list[tuple[str, Rows]]:
+        """Methods that may be chosen and wait for acceptance, with their rows."""
+        return [
+            (name, rows)
+            for name in self._algorithms
+            for rows in (self._rows if name == "vegas" else ROW_SETS[:1])
+            if source_of(name, rows) == "accepted"
+        ]
+
+    def is_per_head(self, algorithm: str) -> bool:
+        """Whether a method reads a list per KV head.
+
+        A window means the same in either shape, so it takes the one that other methods need.
+        """
+        method = METHODS[algorithm]
+        if method.source == "scores":
+            return self.scores_per_head
+        if method.source == "window":
+            others = [name for name in self._algorithms if METHODS[name].source != "window"]
+            return bool(others) and all(self.is_per_head(name) for name in others)
+        return method.per_head
 
     @property
     def algorithm(self) -> str:
         """The method in force, read from the device."""
-        if not self.is_scored:
-            return self._started_with
-        return _SWITCHABLE[int(self.algorithm_flag.item())]
+        return _NAMES[int(self._algorithm_flag.item())]
 
     @property
     def rows(self) -> Rows:
         """The row set in force, read from the device."""
-        return ROW_SETS[int(self.row_set.item())]
+        return _ALL_ROWS[int(self._rows_flag.item())]
+
+    @property
+    def slowed_by(self) -> dict[str, str]:
+        """What slows which of the declared methods and row sets."""
+        named = {algorithm: slowed_by(algorithm, "two") for algorithm in self._algorithms}
+        late = {f"vegas, rows {rows}": slowed_by("vegas", rows) for rows in self._rows}
+        return {
+            name: why
+            for name, why in (named | (late if "vegas" in self._algorithms else {})).items()
+            if why
+        }
 
     def set_algorithm(self, algorithm: str) -> None:
         """See `Collector.set_algorithm`."""
-        allowed = _SWITCHABLE if self.is_scored else (self._started_with,)
-        if algorithm not in allowed:
+        if algorithm not in self._algorithms:
             raise ConfigError(
-                f"`algorithm` is {algorithm!r}; an engine started with "
-                f"{self._started_with!r} can run {', '.join(allowed)}.",
-                hint="Start the engine with that algorithm.",
+                f"`algorithm` is {algorithm!r}; this engine was started for "
+                f"{', '.join(self._algorithms)}.",
+                hint="Start it with that algorithm, or name it in `sparse_attn_algorithm_set`.",
             )
-        if self.is_scored:
-            self.algorithm_flag.fill_(_SWITCHABLE.index(algorithm))
+        self._set(algorithm, self.held_rows)
 
     def set_rows(self, rows: Rows, *, path: str) -> None:
         """See `Collector.set_rows`; `path` is how scores are collected."""
-        check_rows(rows)
-        if path == "fused_exact" and rows != "two":
+        if rows not in self._rows:
+            raise ConfigError(
+                f"`rows` is {rows!r}, which is known only after acceptance; this engine was "
+                f"started for {', '.join(self._rows)} and kept no room for it.",
+                hint="Start it with those rows, or name them in `sparse_attn_rows_set`.",
+            )
+        if path == "fused_exact" and rows in ROW_SETS and rows != "two":
             raise ConfigError(
                 f"`rows` is {rows!r}; an engine started with collection 'fused_exact' scores rows "
                 "'two' only.",
                 hint="Start it with `sparse_attn_collection` 'fused'.",
             )
-        self.row_set.fill_(ROW_SETS.index(rows))
+        self._set(self.held, rows)
+
+    def _set(self, algorithm: str, rows: Rows) -> None:
+        self.held, self.held_rows = algorithm, rows
+        self.source = source = source_of(algorithm, rows)
+        self._algorithm_flag.fill_(_NAMES.index(algorithm))
+        self._rows_flag.fill_(_ALL_ROWS.index(rows))
+        self.unscored.fill_(int(source != "scores"))
+        self.window.fill_(int(source in ("window", "everything")))
+        self.kept.fill_(int(source == "accepted"))
+        self.row_set.fill_(ROW_SETS.index(rows) if rows in ROW_SETS else 0)
 
 
-def check_method(config: SpeculationConfig) -> None:
+def check_method(config: SpeculationConfig, algorithm: str) -> None:
     """Refuse what no collector can do.
+
+    Args:
+        config: the setting at start.
+        algorithm: a method that it may run.
 
     Raises:
         ConfigError: a method or switch that vLLM steps cannot serve yet.
     """
-    if config.algorithm not in METHODS:
+    if algorithm not in METHODS:
         raise ConfigError(
-            f"`algorithm` is {config.algorithm!r}; on vLLM {', '.join(METHODS)} are supported.",
+            f"`algorithm` is {algorithm!r}; on vLLM {', '.join(METHODS)} are supported.",
             hint="The reference engine runs every method.",
         )
-    if METHODS[config.algorithm] != "scores":
-        return
-    check_rows(config.rows)
-    if config.metric != "weight":
+    if METHODS[algorithm].source == "scores" and config.metric != "weight":
         raise ConfigError(
             f"`metric` is {config.metric!r}; on vLLM a token's score is one byte of attention "
             "weight.",
             hint="Use metric 'weight', or the reference engine.",
-        )
-
-
-def check_rows(rows: Rows) -> None:
-    """Refuse row sets that are known only after acceptance.
-
-    Raises:
-        ConfigError: such a row set.
-    """
-    if rows not in ROW_SETS:
-        raise ConfigError(
-            f"`rows` is {rows!r}, which is known only after acceptance; on vLLM scores are "
-            f"summed inside the verify pass, so {', '.join(ROW_SETS)} are supported.",
-            hint="The reference engine runs every row set.",
         )

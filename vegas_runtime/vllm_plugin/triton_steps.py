@@ -79,7 +79,7 @@ def step_lengths(
         given_rows: [B] int32 rows of the verify block, or None for every row.
         budgets: [B] int32 entries to keep.
         algorithm: [1] int32; unless 0, nothing is scored.
-        row_set: [1] int32 index into `triton_score.ROW_SETS`.
+        row_set: [1] int32 index into `methods.ROW_SETS`.
         capacity: entries a list holds.
         rows: [B] int32, written; 0 for padding and where nothing is scored.
         candidates: [B] int32, written.
@@ -149,7 +149,7 @@ def append_tails(
         block_table: [B, blocks] int32.
         block_size: tokens per block.
         units: how entries are addressed.
-        length: tokens written, at most 64; those beyond the table are left out.
+        length: tokens written; those beyond the table are left out.
         lists: [layers, B, 1 or Hkv, capacity + length] int32.
     """
     B = counts.shape[0]

@@ -105,8 +105,12 @@ class VerifyPath(Protocol):
         codes: Tensor | None,
         sinks: Tensor | None,
         call: EngineCall,
-    ) -> None:
-        """Attention into out [T, H, D]; codes [B, 1 or Hkv, n] up to each request's candidates."""
+    ) -> Tensor:
+        """Attention into out [T, H, D]; codes [B, 1 or Hkv, n] up to each request's candidates.
+
+        Returns:
+            [T, H] float32 normalisers, natural log, any strides; good until the next layer.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +118,7 @@ class Scoring:
     """How scores are read off.
 
     Attributes:
-        row_set: [1] int32 on the device, index into `ROW_SETS`: rows that are summed.
+        row_set: [1] int32 on the device, index into `methods.ROW_SETS`: rows that are summed.
         scale: factor on query-key products.
     """
 
@@ -212,7 +216,7 @@ class FlashVerify(_ExactScoring):
         codes: Tensor | None,
         sinks: Tensor | None,
         call: EngineCall,
-    ) -> None:
+    ) -> Tensor:
         """See `VerifyPath.verify`."""
         done = self._attend(
             q=q,
@@ -232,17 +236,18 @@ class FlashVerify(_ExactScoring):
             return_softmax_lse=True,
             fa_version=3,
         )
+        lse: Tensor = done[1].T
         if codes is not None:
-            lse = done[1]  # [H, T]
             self._scoring(
                 q,
                 k,
-                lse.T,
+                lse,
                 lengths=lengths,
                 block_table=block_table,
                 query_start=query_start,
                 codes=codes,
             )
+        return lse
 
 
 class TritonVerify(_ExactScoring):
@@ -301,7 +306,7 @@ class TritonVerify(_ExactScoring):
         codes: Tensor | None,
         sinks: Tensor | None,
         call: EngineCall,
-    ) -> None:
+    ) -> Tensor:
         """See `VerifyPath.verify`."""
         lse = self._lse[: q.shape[0]]
         self._triton.attend(
@@ -327,3 +332,4 @@ class TritonVerify(_ExactScoring):
                 query_start=query_start,
                 codes=codes,
             )
+        return lse

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -68,6 +69,7 @@ class VegasModelRunner(GPUModelRunner):
         )
         self.collector = self._collector(layers, max_rows)
         self.step_inputs.can_collect = self.collector.collects
+        self.speculator.use(self.collector, self._after_acceptance, lambda: self._keys)
         for index, layer in enumerate(layers):
             layer.attach(self.collector, self.step_inputs, index)
         self.configure(self.settings.config.to_dict())
@@ -85,7 +87,7 @@ class VegasModelRunner(GPUModelRunner):
             self.decode_query_len,
         )
         layer = self.compilation_config.static_forward_context[groups[0].layer_names[0]]
-        self.collector.bind(layer.kv_cache.transpose(1, 2).tensor_split(2, dim=-1)[0])
+        self.collector.bind(_key_view(layer.kv_cache))
 
     @torch.inference_mode()
     def capture_model(self, **kwargs: Any) -> int:
@@ -96,10 +98,10 @@ class VegasModelRunner(GPUModelRunner):
         return captured
 
     def _capture_progress(self) -> str:
-        drafts = self.speculator.graphs
+        drafts = " and ".join(graphs.progress() for graphs in self.speculator.graphs.values())
         return (
             f"{self.cudagraph_manager.progress()} of verification, "
-            f"{'none' if drafts is None else drafts.progress()} of drafts captured"
+            f"{drafts or 'none'} of drafts captured"
         )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,6 +151,27 @@ class VegasModelRunner(GPUModelRunner):
         output = super().sample_tokens(*args, **kwargs)
         self.step_times.mark("drafted")
         return output
+
+    def _after_acceptance(self, input_batch: Any, num_sampled: Tensor) -> None:
+        """Make the lists of methods that had to know what was accepted."""
+        batch, inputs = input_batch.num_reqs, self.step_inputs
+        seq_lens, rows = input_batch.seq_lens[:batch], inputs.rows[:batch]
+        self.collector.accepted(
+            keys=self._keys,
+            block_table=self.block_tables.input_block_tables[0][:batch],
+            seq_lens=seq_lens,
+            query_start=input_batch.query_start_loc[: batch + 1],
+            num_sampled=num_sampled,
+            budgets=inputs.budgets(seq_lens, rows),
+            rows=rows,
+        )
+
+    @property
+    def _keys(self) -> list[Tensor]:
+        """[blocks, block size, Hkv, D] view of each layer's K in the cache in use."""
+        context = self.compilation_config.static_forward_context
+        names = get_layers_from_vllm_config(self.vllm_config, Attention)
+        return [_key_view(context[name].kv_cache) for name in names]
 
     @torch.inference_mode()
     def configure(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,6 +242,8 @@ class VegasModelRunner(GPUModelRunner):
             ),
             config=settings.config,
             device=self.device,
+            algorithms=settings.algorithms,
+            rows=settings.rows,
             path=settings.collection,
             draft_path=settings.draft_attention,
             ratio=self.step_inputs.ratio,
@@ -244,7 +269,7 @@ class VegasWorker(Worker):
         return self.model_runner.configure(values)
 
     def vegas_status(self) -> dict[str, Any]:
-        """Paths taken, and why; layers; bytes of the plugin's buffers."""
+        """Paths taken, and why; what slows which method; layers; bytes of the plugin's buffers."""
         runner = self.model_runner
         collector = runner.collector
         return {
@@ -252,6 +277,7 @@ class VegasWorker(Worker):
             "collection_reason": collector.reason,
             "draft_attention": collector.draft_path,
             "draft_attention_reason": collector.draft_reason,
+            "slowed_by": collector.slowed_by,
             "num_layers": runner.step_inputs.num_layers,
             "collector_bytes": collector.num_bytes,
             "draft_bytes": runner.speculator.num_bytes,
@@ -261,6 +287,11 @@ class VegasWorker(Worker):
     def vegas_step_times(self) -> list[dict[str, float | int]]:
         """Phase times of the steps that are done; see `StepTimes.drain`."""
         return self.model_runner.step_times.drain()
+
+
+def _key_view(kv_cache: Tensor) -> Tensor:
+    """K of a layer's cache [blocks, Hkv, block size, 2 D]: [blocks, block size, Hkv, D]."""
+    return kv_cache.transpose(1, 2).tensor_split(2, dim=-1)[0]
 
 
 def _vegas_layers(vllm_config: VllmConfig) -> list[VegasAttentionImpl]:

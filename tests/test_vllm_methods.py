@@ -1,0 +1,82 @@
+"""Whole engines that change from method to method: no output changes, no draft is lost.
+
+As `test_vllm_worker`: one process runs `vllm_method_scenarios`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
+
+pytestmark = pytest.mark.vllm
+METHODS = ("last_accepted", "accepted_only", "spec_extend", "vegas")
+on_each_method = pytest.mark.parametrize("name", METHODS)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines did."""
+    tests = Path(__file__).parent
+    found = subprocess.run(
+        [
+            sys.executable,
+            str(tests / "vllm_method_scenarios.py"),
+            str(tmp_path_factory.mktemp("m")),
+        ],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def test_every_method_ran_in_one_engine(report: dict[str, Any]) -> None:
+    assert {*report["methods"]} == {*METHODS}
+    for name, found in report["methods"].items():
+        held = found["held"]
+        assert name in (held["algorithm"], held["rows"])
+
+
+@on_each_method
+def test_every_draft_over_the_whole_cache_is_accepted(report: dict[str, Any], name: str) -> None:
+    # At ratio 1 a draft pass sees what verification sees, so q = p.
+    counts = report["methods"][name]["everything"]
+    assert counts["drafts"] > 20
+    assert counts["accepted"] == counts["drafts"]
+
+
+@on_each_method
+def test_greedy_output_is_stocks(report: dict[str, Any], name: str) -> None:
+    counts = report["methods"][name]["sparse"]
+    assert 0 < counts["accepted"] < counts["drafts"]
+    assert report["methods"][name]["tokens"] == report["stock"]
+
+
+@on_each_method
+def test_preempted_and_resumed_requests_repeat_stock(report: dict[str, Any], name: str) -> None:
+    found = report["crowded"][name]
+    assert found["counts"]["preemptions"] > 0
+    assert found["counts"]["drafts"] > 0
+    assert found["tokens"] == report["stock"]
+
+
+def test_what_slows_a_method_is_said(report: dict[str, Any]) -> None:
+    slowed = report["slowed_by"]
+    assert "vegas" not in slowed
+    assert "second pass over K" in slowed["spec_extend"]
+    assert "second pass over K" in slowed["vegas, rows last_accepted"]
+
+
+def test_drafts_leave_no_trace_in_the_penalties_counts(report: dict[str, Any]) -> None:
+    assert report["counts_left"] == 0

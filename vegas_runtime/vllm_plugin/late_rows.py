@@ -1,0 +1,178 @@
+"""Lists of methods whose rows are known only after acceptance.
+
+A verify pass cannot sum what acceptance will choose, so queries and normalisers of every verify
+row are set aside, layer by layer, and the rows that count are scored in a second pass over K once
+the accept test has run. That pass is what such a method costs beside those that are scored inside
+verification (SmolLM2, batch 256, 7.4K tokens, one H200: 0.2 ms a layer, a third of full
+attention, by the prototype's score kernel); the rows kept cost 62 MB there at gamma 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from vegas_runtime.config import Rows
+from vegas_runtime.vllm_plugin.draft_lists import DraftLists
+from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.methods import ROW_SETS
+from vegas_runtime.vllm_plugin.ranking import Ranking
+from vegas_runtime.vllm_plugin.triton_late import LateRule, accepted_lengths, keep_rows
+from vegas_runtime.vllm_plugin.triton_score import score
+from vegas_runtime.vllm_plugin.triton_select import Units
+from vegas_runtime.vllm_plugin.verification import StepLengths
+
+_RULES: Final = {
+    ("vegas", "last_accepted"): LateRule(rows="last"),
+    ("vegas", "accepted_only"): LateRule(rows="accepted"),
+    ("spec_extend", None): LateRule(rows="last", in_pages=True),
+}
+
+
+def rule_of(algorithm: str, rows: Rows) -> LateRule:
+    """What a method reads off the rows kept for it."""
+    return _RULES[algorithm, rows if algorithm == "vegas" else None]
+
+
+class LateRows:
+    """Verify rows of one step, and their scores once acceptance is known.
+
+    Args:
+        shape: the layers.
+        limits: the largest step.
+        is_kept: [1] int32 on the device, 1 while rows are to be kept.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        limits: Limits,
+        *,
+        is_kept: Tensor,
+        device: torch.device,
+    ) -> None:
+        self._scale = shape.scale
+        self._is_kept = is_kept
+        size = (shape.num_layers, limits.max_batch, limits.max_rows, shape.num_heads)
+        self._q = torch.zeros((*size, shape.head_dim), dtype=shape.dtype, device=device)
+        self._lse = torch.zeros(size, device=device)
+        self._ends = torch.zeros(limits.max_batch + 1, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(limits.max_batch, dtype=torch.int32, device=device)
+        self._all_rows = torch.full((1,), ROW_SETS.index("all"), dtype=torch.int32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        tensors = (self._q, self._lse, self._ends, self._rows, self._all_rows)
+        return sum(t.nbytes for t in tensors)
+
+    def keep(
+        self,
+        layer: int,
+        q: Tensor,
+        lse: Tensor,
+        *,
+        query_start: Tensor,
+        rows: Tensor | None,
+        first: int,
+    ) -> None:
+        """Set a layer's verify rows aside.
+
+        Args:
+            layer: index among the layers that draft sparsely.
+            q: [T, H, D].
+            lse: [T, H] float32 natural log, any strides.
+            query_start: [B + 1] int32 rows of these requests in q.
+            rows: [B] int32 rows of each verify block, or None for every row.
+            first: index of the first of these requests in the step.
+        """
+        B = query_start.shape[0] - 1
+        keep_rows(
+            q,
+            lse,
+            query_start=query_start,
+            rows=rows,
+            is_kept=self._is_kept,
+            kept_q=self._q[layer, first : first + B],
+            kept_lse=self._lse[layer, first : first + B],
+        )
+
+    def choose(
+        self,
+        rule: LateRule,
+        *,
+        keys: Sequence[Tensor],
+        block_table: Tensor,
+        seq_lens: Tensor,
+        query_start: Tensor,
+        rows: Tensor | None,
+        num_sampled: Tensor,
+        budgets: Tensor,
+        capacity: int,
+        units: Units,
+        ranking: Ranking,
+        lengths: StepLengths,
+        lists: DraftLists,
+    ) -> None:
+        """Score the rows that count, and select.
+
+        Args:
+            rule: the method's.
+            keys: [blocks, block size, Hkv, D] view of each layer's K.
+            block_table: [B, blocks] int32.
+            seq_lens: [B] int32 tokens cached by the verify pass, its own included.
+            query_start: [B + 1] int32 of that pass.
+            rows: [B] int32 rows of each verify block, or None for every row.
+            num_sampled: [B] int32 tokens the request emitted; 0 for an incomplete prompt.
+            budgets: [B] int32 entries to keep, where the rule does not say.
+            capacity: entries a list holds.
+            units: how list entries are addressed.
+            ranking: makes lists of scores.
+            lengths: of these requests, written.
+            lists: of these requests, written up to their counts.
+        """
+        B = seq_lens.shape[0]
+        accepted_lengths(
+            rule,
+            seq_lens=seq_lens,
+            query_start=query_start,
+            given_rows=rows,
+            num_sampled=num_sampled,
+            budgets=budgets,
+            max_rows=self._q.shape[2],
+            capacity=capacity,
+            ends=self._ends[: B + 1],
+            rows=self._rows[:B],
+            candidates=lengths.candidates,
+            counts=lengths.counts,
+            tail_start=lengths.tail_start,
+        )
+        for layer, k in enumerate(keys):
+            score(
+                self._q[layer, :B].flatten(0, 1),
+                k,
+                self._lse[layer, :B].flatten(0, 1),
+                block_table=block_table,
+                query_start=self._ends[: B + 1],
+                rows=self._rows[:B],
+                candidates=lengths.candidates,
+                scale=self._scale,
+                row_set=self._all_rows,
+                codes=ranking.of_layer(layer, 0, B),
+                in_pages=rule.in_pages,
+            )
+            ranking.after_layer(
+                layer,
+                lengths=lengths,
+                block_table=block_table,
+                units=units,
+                lists=lists.entries,
+                first=0,
+            )
+        ranking.after_all(
+            lengths=lengths, block_table=block_table, units=units, lists=lists.entries
+        )

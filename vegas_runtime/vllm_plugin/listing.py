@@ -1,0 +1,84 @@
+"""Lists of one shape, one per layer or one per KV head, and what ranks entries for them.
+
+Methods of either shape may run in one engine. Draft attention is captured for one shape of lists,
+so each shape has buffers, addressing and draft graphs of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vegas_runtime.vllm_plugin.draft_attention import DraftPath, block_pages
+from vegas_runtime.vllm_plugin.draft_lists import DraftLists, make_lists
+from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.methods import ListSource
+from vegas_runtime.vllm_plugin.ranking import Ranking
+from vegas_runtime.vllm_plugin.triton_select import Units
+from vegas_runtime.vllm_plugin.verification import StepLengths
+
+
+class Listing:
+    """Lists, the ranking behind them, and how their entries are addressed.
+
+    Args:
+        shape: the layers.
+        limits: the largest step.
+        source: what lists are made from; those made from lengths alone are pages for all layers.
+        per_head: one list per KV head.
+        is_ranked: whether scores are ever ranked for them.
+        draft: reads them.
+        lengths: of the largest step.
+        device: where.
+
+    Attributes:
+        per_head: as given.
+        lists: the buffers.
+        ranking: None where nothing is ranked.
+        block_pages: see `draft_attention.block_pages`; 0 unless lists are pages.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        limits: Limits,
+        *,
+        source: ListSource,
+        per_head: bool,
+        is_ranked: bool,
+        draft: DraftPath,
+        lengths: StepLengths,
+        device: torch.device,
+    ) -> None:
+        self.per_head = per_head
+        heads = shape.num_kv_heads if per_head else 1
+        self._draft = draft
+        self.lists: DraftLists = make_lists(
+            source,
+            limits,
+            device,
+            num_layers=shape.num_layers,
+            heads=heads,
+            with_tail=draft.with_tail,
+            counts=lengths.counts,
+            tail_start=lengths.tail_start,
+        )
+        self.ranking = Ranking(shape, limits, heads=heads, device=device) if is_ranked else None
+        self.block_pages = 0
+        self._units: Units | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.lists.num_bytes + (0 if self.ranking is None else self.ranking.num_bytes)
+
+    @property
+    def units(self) -> Units:
+        """How list entries are addressed in the bound cache."""
+        assert self._units is not None, "bind() comes before the first step"
+        return self._units
+
+    def bind(self, k: Tensor) -> None:
+        """Learn how a cache's entries are addressed; see `Collector.bind`."""
+        self._units = self._draft.units(k, per_head=self.per_head)
+        self.block_pages = block_pages(k) if self.lists.pages is not None else 0
