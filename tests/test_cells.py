@@ -31,6 +31,7 @@ from vegas_tune.gate import replay_decisions
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.plan import GAMMA, Point, make_plan
 from vegas_tune.request import SweepRequest
+from vegas_tune.sweep_outcome import SweepOutcome
 from vegas_tune.workload import Workload
 
 PLAIN = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=32)
@@ -189,7 +190,13 @@ def _sweeps(
     monkeypatch.setattr(cells_tune, "build_workload", built)
     told = Told()
     progress: Any = told
-    return cells_tune.CellSweeps(request, progress, engine, folder), request, told
+    sweeps = cells_tune.CellSweeps(request, progress, folder, None, engine.info.model)
+    return sweeps, request, told
+
+
+def _carry_out(sweeps: cells_tune.CellSweeps, engine: SyntheticEngine) -> SweepOutcome:
+    sweeps.tune(engine)
+    return sweeps.publish(engine.info, "synthetic")
 
 
 def test_each_cell_gets_its_own_setting_on_one_engine(
@@ -197,7 +204,7 @@ def test_each_cell_gets_its_own_setting_on_one_engine(
 ) -> None:
     engine = CellEngine(PLATEAU)
     sweeps, request, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8,1", context="16k,1k")
-    outcome = sweeps.run(request.cells, "synthetic")
+    outcome = _carry_out(sweeps, engine)
     profile = load_profile(tmp_path / "profile.yaml")
     assert profile == outcome.profile
 
@@ -232,11 +239,11 @@ def test_a_resumed_grid_measures_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = CellEngine(PLATEAU)
-    sweeps, request, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8", context="8k,1k")
-    first = sweeps.run(request.cells, "synthetic")
+    sweeps, _, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8", context="8k,1k")
+    first = _carry_out(sweeps, engine)
     passes = engine.num_passes
     again, _, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8", context="8k,1k")
-    assert again.run(request.cells, "synthetic").profile == first.profile
+    assert _carry_out(again, engine).profile == first.profile
     assert engine.num_passes == passes
 
 
@@ -245,8 +252,8 @@ def test_a_cell_that_does_not_fit_leaves_the_others(
 ) -> None:
     engine = CellEngine(PLATEAU)
     engine.too_big = lambda cell: cell.batch * cell.context >= 8 * 8192
-    sweeps, request, _ = _sweeps(tmp_path, monkeypatch, engine, batch="1,8", context="4k,8k,16k")
-    profile = sweeps.run(request.cells, "synthetic").profile
+    sweeps, _, _ = _sweeps(tmp_path, monkeypatch, engine, batch="1,8", context="4k,8k,16k")
+    profile = _carry_out(sweeps, engine).profile
     assert profile.protocol is not None
     status = {
         (cell["batch"], cell["context"]): (cell["status"], cell["why"])

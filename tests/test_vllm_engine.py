@@ -316,14 +316,31 @@ def test_stock_is_measured_from_its_outputs_alone() -> None:
     assert own.est == pytest.approx(other.est, rel=0.02)
 
 
+def test_stock_runs_fewer_requests_than_it_was_started_for() -> None:
+    clock = Clock()
+    stock, _ = inline_engine(clock, is_stock=True)
+    plugin, _ = inline_engine(clock)
+    plugin.configure(PLAIN)
+    block = _block(batch_size=4)
+    run = _run(stock, block, tokens=4000)
+    assert max(step.num_running for step in run.steps) == 4, "nobody beyond the batch"
+    assert {step.num_waiting for step in run.steps} == {0}
+    full = [step for step in run.steps if step.num_running == 4]
+    assert len(full) > 0.9 * len(run.steps)
+    own = _figures(run).decode_tok_s
+    assert own.est == pytest.approx(
+        _figures(_run(plugin, block, tokens=4000)).decode_tok_s.est, rel=0.03
+    )
+
+
 def test_stock_drafts_nothing_and_keeps_its_batch() -> None:
     stock, _ = inline_engine(is_stock=True)
     assert stock.info.runtime["attention_path"] == "stock"
     assert stock.info.max_num_speculative_tokens == 0
     with pytest.raises(ConfigError, match="was started for 0"):
         stock.configure(SETTING)
-    with pytest.raises(ConfigError, match="started for 8 running requests"):
-        _run(stock, _block(batch_size=4))
+    with pytest.raises(ConfigError, match="16 requests are to run; the engine was started for 8"):
+        _run(stock, _block(batch_size=16))
 
 
 NGRAM = StockMethod(name="ngram", num_speculative_tokens=4, options={"prompt_lookup_max": 5})

@@ -30,7 +30,7 @@ from vegas_tune.progress import SweepProgress
 from vegas_tune.render import render
 from vegas_tune.request import VLLM, SweepRequest
 from vegas_tune.stock import PASSES, EngineUse
-from vegas_tune.tune import SweepOutcome
+from vegas_tune.sweep_outcome import SweepOutcome
 
 GAMMAS = (1, 2, 3, 4, 6)
 

@@ -48,6 +48,7 @@ class SameProcess:
 
     is_healthy = True
     age_s = 0.0
+    guard = None
 
     def ask(
         self, order: str, /, *, timeout_s: float, quiet_s: float | None = None, **arguments: Any

@@ -243,6 +243,7 @@ class Bucket(Validity):
 
     config: Speculation
     speedup_vs_gamma0: Estimate | None = None
+    speedup_vs_stock: Estimate | None = None
 
 
 class Selected(Section):

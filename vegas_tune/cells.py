@@ -164,6 +164,7 @@ class CellAnswer:
         why: one sentence.
         config: the setting; None where there is none.
         speedup: over plain decoding, estimate with interval as plain values; None at gamma 0.
+        speedup_vs_stock: over stock vLLM, the same; None where that was not measured.
         records: name of its records beside the profile.
     """
 
@@ -172,6 +173,7 @@ class CellAnswer:
     why: str
     config: SpeculationConfig | None = None
     speedup: Mapping[str, Any] | None = None
+    speedup_vs_stock: Mapping[str, Any] | None = None
     records: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,6 +222,8 @@ def make_buckets(answers: Sequence[CellAnswer], *, num_output_tokens: int) -> li
         }
         if answer.speedup is not None:
             bucket["speedup_vs_gamma0"] = dict(answer.speedup)
+        if answer.speedup_vs_stock is not None:
+            bucket["speedup_vs_stock"] = dict(answer.speedup_vs_stock)
         buckets.append(bucket)
     return buckets
 

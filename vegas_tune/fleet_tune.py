@@ -27,9 +27,8 @@ from vegas_tune.request import SweepRequest
 from vegas_tune.storage import open_storage, shown
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import run_sweep
+from vegas_tune.sweep_outcome import PROFILE_FILE, SweepOutcome
 from vegas_tune.tune import (
-    PROFILE_FILE,
-    SweepOutcome,
     first_interrupt_finishes,
     plan_sweep,
     run_folder,

@@ -294,20 +294,34 @@ def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -
         numerators: positive figures, at least two.
         denominators: the same of the other group.
     """
-    top, bottom = np.log(numerators), np.log(denominators)
-    shares = [float(group.var(ddof=1)) / len(group) for group in (top, bottom)]
-    variance = sum(shares)
-    log_ratio = float(top.mean() - bottom.mean())
+    return blocked_ratio([(numerators, denominators)])
+
+
+def blocked_ratio(blocks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    """Geometric mean over blocks (devices, say) of each block's `unpaired_ratio`.
+
+    Only what varies within a block widens the interval: that blocks differ is no noise of the
+    ratio.
+
+    Args:
+        blocks: numerators and denominators of each, positive, at least two of either.
+    """
+    log_ratio = variance = freedom = 0.0
+    for pair in blocks:
+        top, bottom = (np.log(group) for group in pair)
+        log_ratio += float(top.mean() - bottom.mean()) / len(blocks)
+        for group in (top, bottom):
+            share = float(group.var(ddof=1)) / len(group) / len(blocks) ** 2
+            variance += share
+            freedom += share**2 / (len(group) - 1)
     reach = 0.0
     if variance > 0:
-        pairs = zip(shares, (top, bottom), strict=True)
-        freedom = variance**2 / sum(share**2 / (len(group) - 1) for share, group in pairs)
-        reach = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+        reach = float(stdtrit(variance**2 / freedom, 0.975)) * math.sqrt(variance)
     return Estimate(
         est=math.exp(log_ratio),
         low=math.exp(log_ratio - reach),
         high=math.exp(log_ratio + reach),
-        n=min(len(top), len(bottom)),
+        n=sum(min(map(len, pair)) for pair in blocks),
     )
 
 

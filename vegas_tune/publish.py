@@ -24,7 +24,7 @@ from vegas_tune.measure import (
     survival,
 )
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE
-from vegas_tune.stock import EngineUse, StockArm
+from vegas_tune.stock import EngineUse, StockFigures
 from vegas_tune.sweep import SweepResult
 
 PROTOCOL_ID: Final = "steady-rounds-v2"
@@ -47,7 +47,7 @@ def build_profile(
     artifacts: Mapping[str, str],
     created: str,
     rejected: Sequence[Failed] = (),
-    stock: StockArm | None = None,
+    stock: StockFigures | None = None,
     use: EngineUse | None = None,
 ) -> Profile:
     """Put a sweep's result into a sealed profile.
@@ -120,7 +120,7 @@ def _protocol(
     result: SweepResult,
     info: EngineInfo,
     rejected: Sequence[Failed],
-    stock: StockArm | None,
+    stock: StockFigures | None,
     use: EngineUse | None,
 ) -> dict[str, Any]:
     plan = result.plan
@@ -144,11 +144,7 @@ def _protocol(
     if plan.places > 1:
         other["places"] = plan.places
     if use is not None:
-        other |= {
-            "engine_starts": use.plugin_starts,
-            "stock_engine_starts": use.stock_starts,
-            "gpu_minutes": round(use.gpu_minutes, 2),
-        }
+        other |= use.to_dict()
     if stock is not None and stock.passes:
         other["prefix_cache_hit_share"] = significant(_hit_share(result))
         rates = [one.figures.decode_tok_s.est for one in stock.passes]
@@ -239,7 +235,7 @@ def _hit_share(result: SweepResult) -> float:
     return sum(run.num_cached_tokens for run in runs) / asked if asked else 0.0
 
 
-def _results(result: SweepResult, stock: StockArm | None) -> dict[str, Any] | None:
+def _results(result: SweepResult, stock: StockFigures | None) -> dict[str, Any] | None:
     """The selected setting's figures from validation alone; None when it was not validated."""
     runs = _by_config(result.measured(VALIDATE))
     plain, selected = result.plan.plain, result.selected

@@ -291,7 +291,7 @@ def _buckets(profile: Profile) -> tuple[Block, ...]:
     }[profile.selected.outside]
     if not profile.selected.buckets:
         return ()
-    rows = tuple(
+    rows: tuple[tuple[str, ...], ...] = tuple(
         (
             _span(bucket.batch),
             _span(bucket.context),
@@ -300,11 +300,12 @@ def _buckets(profile: Profile) -> tuple[Block, ...]:
         )
         for bucket in profile.selected.buckets
     )
-    table = Table(
-        columns=("batch", "context", "setting", "against plain"),
-        rows=rows,
-        numeric=frozenset({3}),
-    )
+    columns: tuple[str, ...] = ("batch", "context", "setting", "against plain")
+    if any(bucket.speedup_vs_stock for bucket in profile.selected.buckets):
+        columns += ("against stock vLLM",)
+        stock = [times(bucket.speedup_vs_stock) for bucket in profile.selected.buckets]
+        rows = tuple((*row, cell) for row, cell in zip(rows, stock, strict=True))
+    table = Table(columns=columns, rows=rows, numeric=frozenset(range(3, len(columns))))
     return (f"Outside the measured cells: {outside}.", table)
 
 

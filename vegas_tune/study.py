@@ -93,6 +93,11 @@ class RunFolder:
             self._lock = None
 
     @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @property
     def num_stored(self) -> int:
         """Measurements kept so far, failed ones included."""
         return len(self._outcomes)

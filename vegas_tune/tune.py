@@ -8,28 +8,22 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vegas_runtime.backend import PromptBlock, open_backend, resolve_backend
-from vegas_runtime.errors import EXIT_CODES, UsageError
+from vegas_runtime.errors import UsageError
 from vegas_tune.plan import Plan, make_plan
 from vegas_tune.request import SERVED, SweepRequest
+from vegas_tune.sweep_outcome import SweepOutcome, publish_run
 from vegas_tune.workload import Workload, active_ratios, build_workload, check_budget_floor
 
 if TYPE_CHECKING:
-    from vegas_runtime.backend import EngineInfo
-    from vegas_runtime.profile import Profile
     from vegas_runtime.vllm_plugin.engine import VllmEngine
     from vegas_tune.progress import SweepProgress
-    from vegas_tune.stock import EngineUse, StockArm
-    from vegas_tune.study import RunFolder
-    from vegas_tune.sweep import SweepResult
 
 RUNS_FOLDER: Final = Path("vegas-runs")
-PROFILE_FILE: Final = "profile.yaml"
 # Facts of a model that make another plan of the same command line.
 _MODEL_IDENTITY: Final = ("id", "revision", "config_sha256", "weights_sha256", "dtype", "quant")
 
@@ -39,88 +33,6 @@ class Stoppable(Protocol):
 
     def stop_soon(self) -> None:
         """Raise KeyboardInterrupt then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOutcome:
-    """What `sweep` leaves behind.
-
-    Attributes:
-        result: the sweep's.
-        profile: as written.
-        path: the profile's file.
-        backend_reason: which engine was taken, and why.
-        use: engine starts and GPU time of a sweep on vLLM.
-    """
-
-    result: SweepResult
-    profile: Profile
-    path: Path
-    backend_reason: str
-    use: EngineUse | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """0 when the setting was validated, else 6."""
-        return EXIT_CODES["ok" if self.result.status == "validated" else "inconclusive"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "status": self.result.status,
-            "reason": self.result.reason,
-            "selected": self.result.selected.to_dict(),
-            "profile": str(self.path),
-            "profile_id": self.profile.profile_id,
-            "num_settings": self.result.num_settings,
-            "num_measurements": len(self.result.outcomes),
-            "spent_s": round(self.result.spent_s, 1),
-            "backend": self.backend_reason,
-            "results": self.profile.to_dict().get("results"),
-            **({} if self.use is None else {"engine_use": self._use()}),
-        }
-
-    def to_text(self, _: object = None) -> str:
-        """For a person: the answer, what it rests on, what to do next."""
-        selected = self.result.selected
-        setting = (
-            "plain decoding (gamma 0)"
-            if selected.num_speculative_tokens == 0
-            else f"gamma {selected.num_speculative_tokens}, "
-            f"sparsity ratio {selected.sparsity_ratio:g} ({selected.algorithm})"
-        )
-        return "\n".join(
-            [
-                f"{self.result.status}: {setting}",
-                self.result.reason,
-                f"{len(self.result.outcomes)} measurements of {self.result.num_settings} settings "
-                f"in {self.result.spent_s:.0f} s",
-                *self._vllm_lines(),
-                f"profile: {self.path}",
-                f"next: vegas-tune apply {self.path}    vegas-tune report {self.path} --format "
-                "html --out report.html",
-            ]
-        )
-
-    def _use(self) -> dict[str, Any]:
-        assert self.use is not None
-        return {
-            "engine_starts": self.use.plugin_starts,
-            "stock_engine_starts": self.use.stock_starts,
-            "gpu_minutes": round(self.use.gpu_minutes, 2),
-        }
-
-    def _vllm_lines(self) -> Iterator[str]:
-        """The figure to publish, and what it took; nothing on an engine without another arm."""
-        results = self.profile.results
-        if results is not None and results.speedup_vs_stock is not None:
-            ratio = results.speedup_vs_stock
-            yield f"against stock vLLM: {ratio.est:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
-        if self.use is not None:
-            yield (
-                f"{self.use.plugin_starts} start of the tuned engine, {self.use.stock_starts} of "
-                f"stock vLLM; {self.use.gpu_minutes:.1f} GPU-minutes"
-            )
 
 
 def run(request: SweepRequest, progress: SweepProgress) -> SweepOutcome:
@@ -174,7 +86,9 @@ def _on_one_engine(request: SweepRequest, progress: SweepProgress, reason: str) 
             lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
             with first_interrupt_finishes(lab, progress):
                 result = run_sweep(plan, lab, progress)
-            return _publish(result, engine.info, workload, folder, store, reason)
+            return publish_run(
+                result, engine.info, blocks, workload.describe(), store, reason, progress
+            )
     finally:
         engine.close()
 
@@ -214,46 +128,17 @@ def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> Swe
         finally:
             engine.close()
         stock.measure("after")
-        for failure in stock.failures:
-            progress.note(f"WARNING: a pass of stock vLLM failed: {failure.reason}")
-        use = EngineUse(
-            plugin_starts=engine.num_starts,
-            stock_starts=stock.num_starts,
-            held_s=engine.held_s + stock.held_s,
+        return publish_run(
+            result,
+            info,
+            blocks,
+            workload.describe(),
+            store,
+            reason,
+            progress,
+            stock=stock,
+            use=EngineUse.of(engine, stock.engine),
         )
-        return _publish(result, info, workload, folder, store, reason, stock=stock, use=use)
-
-
-def _publish(
-    result: SweepResult,
-    info: EngineInfo,
-    workload: Workload,
-    folder: Path,
-    store: RunFolder,
-    reason: str,
-    *,
-    stock: StockArm | None = None,
-    use: EngineUse | None = None,
-) -> SweepOutcome:
-    from vegas_runtime.profile import write_profile
-    from vegas_tune.evidence import RECORDS_NAME
-    from vegas_tune.publish import build_profile, creation_time
-
-    artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
-    path = folder / PROFILE_FILE
-    profile = build_profile(
-        result,
-        info,
-        workload.blocks,
-        workload.describe(),
-        artifacts=artifacts,
-        created=creation_time(path, artifacts),
-        rejected=store.rejected,
-        stock=stock,
-        use=use,
-    )
-    write_profile(profile, path)
-    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason, use=use)
 
 
 def usable_ratios(request: SweepRequest, workload: Workload) -> tuple[float, ...]:

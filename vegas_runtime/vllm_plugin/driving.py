@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from vegas_runtime.config import SamplingConfig
@@ -149,6 +149,9 @@ class DecodeOrder:
             the pass ends before the first of them does.
         is_recorded: whether the engine core records its steps itself (the plugin's does).
         num_draft_tokens: of one that does not, what it drafts per request and iteration.
+        has_spare: whether more requests than the batch are handed over, so that a free place is
+            taken at once. An engine that cannot be held to the batch gets no more than that: the
+            step behind an ending runs one request short, and does not count.
     """
 
     key: str
@@ -161,6 +164,7 @@ class DecodeOrder:
     is_recorded: bool
     has_arrivals: bool = True
     num_draft_tokens: int = 0
+    has_spare: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +276,9 @@ class Driver:
         else:
             self._core.call("get_supported_tasks")
             steps = steps_of_outputs(outputs, order.num_draft_tokens)
+        if not order.has_spare:
+            # Nobody is meant to wait; who is seen between its arrival and the next step does not.
+            steps = [replace(step, num_waiting=0) for step in steps]
         records = to_records(steps, arrivals.places, block_size=self._core.facts.block_size)
         if not any(record.kind == "decode" for record in records):
             raise BackendError(
@@ -395,7 +402,8 @@ class _Arrivals:
     def fill(self) -> None:
         """Submit until the batch and the spare places are taken."""
         order = self._order
-        while len(self.live) < order.batch_size + _num_spare(order.batch_size):
+        num_spare = _num_spare(order.batch_size) if order.has_spare else 0
+        while len(self.live) < order.batch_size + num_spare:
             self._start_one()
 
     def take(self, emissions: Iterable[Emission]) -> None:

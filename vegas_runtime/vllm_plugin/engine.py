@@ -229,11 +229,6 @@ class VllmEngine:
         self.prepare(block)
         if not self._is_stock and self._limit != block.batch_size:
             self._apply(self._config, block.batch_size)
-        elif self._is_stock and self._capacity.batch_size != block.batch_size:
-            raise ConfigError(
-                f"stock vLLM was started for {self._capacity.batch_size} running requests and "
-                f"cannot be held to {block.batch_size} while it runs."
-            )
         order = DecodeOrder(
             key=block.sha256,
             batch_size=block.batch_size,
@@ -245,6 +240,8 @@ class VllmEngine:
             is_recorded=not self._is_stock,
             has_arrivals=has_arrivals,
             num_draft_tokens=self._config.num_speculative_tokens,
+            # Stock vLLM runs as many as it has, up to what it was started for.
+            has_spare=not self._is_stock or block.batch_size == self._capacity.batch_size,
         )
         left_s = max(0.0, deadline_s - self.now_s())
         decoded: Decoded = self._ask("run", timeout_s=left_s + _GRACE_S, order=order)
