@@ -13,7 +13,7 @@ import pytest
 from synthetic import Shape, SyntheticEngine, make_blocks
 from synthetic_methods import SHAPES, MethodsEngine
 
-from vegas_runtime.backend import Capacity, StockMethod, refusal_by_vllm
+from vegas_runtime.backend import Capacity, StockMethod, refusal_by_vllm, slowed_on_vllm
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import (
     BackendError,
@@ -54,6 +54,7 @@ class Session:
         self.own_shape = OWN_SHAPE
         self.own_faults: Mapping[int, Exception] = {}
         self.refused: dict[str, str] = {}
+        self.slowed: dict[str, str] = {}
         workload = Workload(
             spec=WorkloadSpec(batch_size=8), blocks=BLOCKS, replays=1, mix={}, source={}
         )
@@ -63,6 +64,7 @@ class Session:
             ("find_checkpoint", self._find),
             ("open_vllm", self._open_vllm),
             ("refusal_by_vllm", lambda config: self.refused.get(config.algorithm, "")),
+            ("slowed_on_vllm", lambda config: self.slowed.get(config.algorithm, "")),
         ):
             monkeypatch.setattr(compare_bed, name, value)
         # Drawing takes as long as all the rest; `test_compare_cli` and `test_method_report` draw.
@@ -495,9 +497,14 @@ def test_a_method_the_plugin_refuses_is_a_row_with_its_sentence(session: Session
     session.on_vllm()
     session.engine = Bare(SHAPES["vegas"])
     session.refused = {"quest": "`algorithm` is 'quest'; not served."}
+    session.slowed = {"streaming_llm": "it waits for a bus."}
     outcome = session.run(budget="25m")
     row = outcome.comparison.rows[-1]
     assert (row.name, row.note) == ("quest", "`algorithm` is 'quest'; not served.")
+    # One that runs, if not at full speed, says what slows it.
+    notes = {each.name: each.note for each in outcome.comparison.rows}
+    assert "it waits for a bus." in notes["streaming_llm"]
+    assert "bus" not in notes["vegas"]
     assert outcome.comparison.status == "complete"
     assert "1 do not run here" in outcome.comparison.reason
     assert "not served." in (session.folder / "table.md").read_text()
@@ -535,6 +542,8 @@ def test_what_the_plugin_serves_is_asked_of_the_plugin() -> None:
     plain = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
     assert refusal_by_vllm(plain) == ""
     assert refusal_by_vllm(plain.replace(algorithm="streaming_llm")) == ""
+    assert slowed_on_vllm(plain) == ""
+    assert "second pass" in slowed_on_vllm(plain.replace(rows="last_accepted"))
     assert "'dense'" in refusal_by_vllm(plain.replace(algorithm="dense"))
     with pytest.raises(ConfigError, match="quests"):
         refusal_by_vllm(plain.replace(algorithm="quests"))

@@ -33,6 +33,7 @@ from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
 from vegas_runtime.vllm_plugin.child import other_plugins, root_cause
+from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY, translate
 from vegas_runtime.vllm_plugin.driving import CoreOutput, Emission, request_seed, steps_of_outputs
 from vegas_runtime.vllm_plugin.engine import (
     MAX_STARTS,
@@ -422,21 +423,21 @@ def test_both_arms_get_the_same_options_but_the_plugin_s() -> None:
     assert speculative["sparse_attn_ratio"] <= 0.5
 
 
-def test_methods_to_be_switched_to_are_declared_where_the_plugin_has_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_methods_to_be_switched_to_are_declared_at_the_start() -> None:
     base = capacity().config
-    bases = [base, base.replace(algorithm="quest"), base.replace(rows="last_accepted")]
-    for constant in ("ALGORITHMS_KEY", "ROWS_KEY"):
-        monkeypatch.delattr(engine_module.plugin_config, constant, raising=False)
-    assert declared_besides(capacity(also=tuple(bases))) == {}
-    monkeypatch.setattr(engine_module.plugin_config, "ALGORITHMS_KEY", "algorithms", raising=False)
-    monkeypatch.setattr(engine_module.plugin_config, "ROWS_KEY", "rows", raising=False)
-    declared = declared_besides(capacity(also=tuple(bases)))
-    assert declared == {"algorithms": ["quest", "streaming_llm"], "rows": ["last_accepted"]}
+    bases = (base, base.replace(algorithm="spec_extend"), base.replace(rows="last_accepted"))
+    declared = declared_besides(capacity(also=bases))
+    assert declared == {
+        ALGORITHMS_KEY: ["spec_extend", "streaming_llm"],
+        ROWS_KEY: ["last_accepted"],
+    }
     assert declared_besides(capacity()) == {}
-    options = engine_options(checkpoint(), capacity(also=tuple(bases)), is_stock=False)
-    assert options["speculative_config"]["algorithms"] == ["quest", "streaming_llm"]
+    speculative = engine_options(checkpoint(), capacity(also=bases), is_stock=False)[
+        "speculative_config"
+    ]
+    _, settings = translate(speculative, model="m")
+    assert set(settings.algorithms) == {"spec_extend", "streaming_llm"}
+    assert settings.rows == ("last_accepted",)
 
 
 def test_the_window_is_what_selecting_is_measured_against() -> None:

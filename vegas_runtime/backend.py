@@ -348,6 +348,17 @@ def refusal_by_vllm(config: SpeculationConfig) -> str:
     return ""
 
 
+def slowed_on_vllm(config: SpeculationConfig) -> str:
+    """What a method costs on vLLM that another way of serving it would save; empty for nothing.
+
+    Args:
+        config: algorithm and switches of a method that the plugin serves.
+    """
+    from vegas_runtime.vllm_plugin.methods import slowed_by
+
+    return slowed_by(config.algorithm, config.rows)
+
+
 def find_checkpoint(
     model: str, *, dtype: str = "auto", report: Callable[[str], None] | None = None
 ) -> Checkpoint:

@@ -25,6 +25,7 @@ from vegas_runtime.backend import (
     open_vllm,
     refusal_by_vllm,
     resolve_backend,
+    slowed_on_vllm,
 )
 from vegas_runtime.errors import BackendError, ConfigError, UsageError
 from vegas_tune.methods import Method, slug
@@ -54,6 +55,7 @@ class Bed:
         stock: the engine without the plugin; None where there is none. Its second half is
             measured when the bed is left.
         refused: by method name, why the engine does not run it.
+        slowed: by method name, what the engine cannot do at full speed yet.
         own: vLLM's own methods, measured on engines of their own.
     """
 
@@ -65,6 +67,7 @@ class Bed:
     backend_reason: str
     stock: StockArm | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    slowed: Mapping[str, str] = field(default_factory=dict)
     own: tuple[OwnResult, ...] = ()
 
 
@@ -195,6 +198,7 @@ def _on_vllm(
                 backend_reason=reason,
                 stock=stock,
                 refused=refused,
+                slowed={name: slowed_on_vllm(plan.base) for name, plan in plans.items()},
                 own=results,
             )
         finally:

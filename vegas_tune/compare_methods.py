@@ -266,7 +266,13 @@ def _conclude(
 ) -> MethodComparison:
     from vegas_tune.method_figures import paper_figures
     from vegas_tune.method_report import MethodComparison, title_of
-    from vegas_tune.method_table import method_rows, refused_rows, with_own, with_stock
+    from vegas_tune.method_table import (
+        method_rows,
+        refused_rows,
+        with_notes,
+        with_own,
+        with_stock,
+    )
 
     can_skip = isinstance(bed.engine, SelectionRecorder)
     settings: dict[str, SpeculationConfig | None] = {
@@ -284,7 +290,8 @@ def _conclude(
     )
     if bed.stock is not None:
         rows = with_stock(rows, measured, bed.stock)
-    rows = (*with_own(rows, bed.own, measured, bed.stock), *refused_rows(bed.refused))
+    rows = with_notes(with_own(rows, bed.own, measured, bed.stock), bed.slowed)
+    rows = (*rows, *refused_rows(bed.refused))
     # What this engine cannot measure is said in the table, and no reason to measure more.
     missing = [
         f"{row.name}: {row.note}"

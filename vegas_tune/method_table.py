@@ -255,6 +255,14 @@ def _against_other(
     )
 
 
+def with_notes(rows: Sequence[MethodRow], notes: Mapping[str, str]) -> tuple[MethodRow, ...]:
+    """The rows with something more to say of some of them, by name."""
+    return tuple(
+        replace(row, note="; ".join(filter(None, (row.note, notes.get(row.name, "")))))
+        for row in rows
+    )
+
+
 def refused_rows(refused: Mapping[str, str]) -> tuple[MethodRow, ...]:
     """Rows of methods that the engine does not run, each with its sentence."""
     return tuple(MethodRow(name=name, config=None, note=why) for name, why in refused.items())

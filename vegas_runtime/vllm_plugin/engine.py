@@ -13,8 +13,8 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run
-from vegas_runtime.vllm_plugin import config as plugin_config
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
+from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY
 from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
 from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
 from vegas_runtime.vllm_plugin.recording import Clock
@@ -477,22 +477,20 @@ def declared_besides(capacity: Capacity) -> dict[str, list[str]]:
     """Methods and row sets to be configured besides those the engine starts with.
 
     A window is among them wherever something else is: what selecting costs is measured against it.
-    Only what the plugin has a key for is declared; without one, an engine takes what it takes.
     """
-    wanted = {
-        "ALGORITHMS_KEY": (capacity.config.algorithm, "algorithm"),
-        "ROWS_KEY": (capacity.config.rows, "rows"),
+    first = capacity.config
+    algorithms = [config.algorithm for config in capacity.also]
+    if algorithms:
+        algorithms.append(_WINDOW)
+    wanted: dict[str, tuple[str, Sequence[str]]] = {
+        ALGORITHMS_KEY: (first.algorithm, algorithms),
+        ROWS_KEY: (first.rows, [config.rows for config in capacity.also]),
     }
-    declared: dict[str, list[str]] = {}
-    for constant, (first, knob) in wanted.items():
-        key = getattr(plugin_config, constant, None)
-        names = dict.fromkeys(str(getattr(config, knob)) for config in capacity.also)
-        if names and knob == "algorithm":
-            names[_WINDOW] = None
-        names.pop(first, None)
-        if key is not None and names:
-            declared[key] = list(names)
-    return declared
+    besides = {
+        key: [name for name in dict.fromkeys(names) if name != own]
+        for key, (own, names) in wanted.items()
+    }
+    return {key: names for key, names in besides.items() if names}
 
 
 def control_values(config: SpeculationConfig, limit: int | None) -> dict[str, Any]:
