@@ -50,6 +50,7 @@ from vegas_runtime.backend import (
 )
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.gpu_memory import MemoryGuard
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
@@ -74,6 +75,8 @@ SEARCH_TOKENS = 96
 RACE_TOKENS = 192
 # Of the time left when every prompt is prefilled, what tuning may take.
 TUNING_SHARE = 0.55
+# What the memory of engines that ended may take to come back.
+_FREE_S = 15.0
 # For ending the engines and writing what was measured.
 CLOSING_S = 12.0
 # Of the benchmark's own model.
@@ -358,12 +361,15 @@ class Bench:
     ) -> Iterator[list[tuple[StockMethod | None, VllmEngine]]]:
         """Stock vLLM and its methods, two engines at a time: more do not fit beside each other."""
         everything: list[StockMethod | None] = [None, *wanted]
+        guard = MemoryGuard()
         for first in range(0, len(everything), 2):
             pair = everything[first : first + 2]
             if first and time.monotonic() > self._until_s - 90.0:
                 left = [one.num_speculative_tokens for one in everything[first:] if one]
                 say(f"no time to start engines at gamma {left}")
                 return
+            # Of engines that start side by side none knows what was in use before all of them.
+            guard.wait(_FREE_S).refuse_held("vLLM")
             arms = [Arm(capacity=capacity, drafting=drafting) for drafting in pair]
             with engines_of(self._checkpoint, arms, is_compiled=first > 0) as engines:
                 yield list(zip(pair, engines, strict=True))

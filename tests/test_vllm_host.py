@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,32 @@ def test_each_arm_says_what_it_is(stock: dict[str, Any], plugin: dict[str, Any])
     assert stock["info"]["runtime"]["attention_path"] == "stock"
     assert plugin["info"]["runtime"]["attention_path"] == "plain+plain"
     assert plugin["info"]["max_num_speculative_tokens"] == 3
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_what_vllm_s_own_method_accepts_is_what_its_scheduler_counts(
+    name: str, folder: Path
+) -> None:
+    report = _run(name, folder)
+    run = Run.from_dict(report["run"])
+    assert run.config.algorithm == name
+    assert run.num_cached_tokens > 0
+    counted = [
+        (drafted, kept)
+        for step in run.steps
+        for drafted, kept in zip(step.num_draft_tokens, step.num_accepted_tokens, strict=True)
+        if drafted
+    ]
+    said = [(drafted, kept) for drafted, kept in report["said"]]
+    # As many every time: what a method has no draft for it fills up.
+    assert {drafted for drafted, _ in [*counted, *said]} == {3}
+    # Left out are the step that times begin with, and of each request what its prompt's last row
+    # was padded with and what its limit may have cut.
+    num_requests = sum(not all(step.num_draft_tokens) for step in run.steps)
+    assert 0 < len(said) - len(counted) <= 4 + 2 * 4 + 2 * num_requests
+    assert Counter(counted) - Counter(said) == Counter()
+    if name == "draft_model":
+        # It is the target itself, and both take the likeliest token.
+        assert {kept for _, kept in counted} == {3}
+    else:
+        assert len({kept for _, kept in counted}) > 1

@@ -3,7 +3,7 @@
 A process of its own, as the bed replaces parts of vLLM. Both arms run in this process: orders go
 through `host` and `driving` to a real engine core; only the pipe and the process are left out.
 
-    python tests/vllm_engine_scenarios.py stock|plugin FOLDER
+    python tests/vllm_engine_scenarios.py stock|plugin|ngram|draft_model FOLDER
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import vllm_bed as bed
 from plain_collector import PlainCollector
 
-from vegas_runtime.backend import Capacity, PromptBlock
+from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin import host
 from vegas_runtime.vllm_plugin.driving import Core, CoreFacts, Driver
@@ -33,6 +34,17 @@ BED: dict[str, Any] = {
     "block_size": bed.BLOCK_SIZE,
     "max_num_batched_tokens": 64,
     "enforce_eager": True,
+}
+
+
+# Of vLLM's own: what needs nothing, and the target as its own draft model.
+DRAFTING: Final[Mapping[str, Callable[[Path], StockMethod]]] = {
+    "ngram": lambda folder: StockMethod(
+        name="ngram", num_speculative_tokens=3, options={"prompt_lookup_max": 2}
+    ),
+    "draft_model": lambda folder: StockMethod(
+        name="draft_model", num_speculative_tokens=3, model=str(folder)
+    ),
 }
 
 
@@ -64,10 +76,12 @@ class SameProcess:
         options.pop("gpu_memory_utilization")
         self._core: Core = BedCore(options=options, has_plugin=has_plugin)
         self._driver = Driver(self._core)
+        self.scheduler = self._core._core.engine_core.scheduler
         return self._core.facts
 
-    def end(self, *, report: Any) -> None:
+    def end(self, *, report: Any) -> MemoryCheck:
         self._core.close()
+        return UNKNOWN
 
 
 def main() -> None:
@@ -82,6 +96,7 @@ def main() -> None:
         # It prepares the plugin and then starts an engine, of which only the former is wanted.
         bed.start = lambda *_, **__: None
         bed.start_plugin(folder, collector=PlainCollector)
+    child = SameProcess()
     engine = VllmEngine(
         Checkpoint(folder=folder, tokenizer=None, facts={"id": "tiny", "dtype": "float32"}),
         Capacity(
@@ -91,10 +106,12 @@ def main() -> None:
             max_ratio=1.0,
             config=SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=4),
         ),
-        is_stock=arm == "stock",
-        launch=lambda is_stock: SameProcess(),  # type: ignore[arg-type,return-value]
+        is_stock=arm != "plugin",
+        drafting=DRAFTING[arm](folder) if arm in DRAFTING else None,
+        launch=lambda is_stock: child,  # type: ignore[arg-type,return-value]
     )
-    report = _stock(engine) if arm == "stock" else _plugin(engine)
+    arms = {"stock": _stock, "plugin": _plugin}
+    report = arms[arm](engine) if arm in arms else _drafting(engine, child.scheduler)
     report["info"] = asdict(engine.info)
     engine.close()
     sys.stdout.write(json.dumps(report) + "\n")
@@ -122,6 +139,26 @@ def _stock(engine: VllmEngine) -> dict[str, Any]:
         block.prompts, max_new_tokens=8, sampling=SamplingConfig(), num_logprobs=2
     )
     return {"plain": _run(engine), "greedy": [asdict(one) for one in greedy]}
+
+
+def _drafting(engine: VllmEngine, scheduler: Any) -> dict[str, Any]:
+    """A pass, and what vLLM's scheduler itself says was drafted and accepted in it."""
+    said: list[tuple[int, int]] = []
+    original = scheduler.make_spec_decoding_stats
+
+    def listening(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *rest: Any) -> Any:
+        said.append((num_draft_tokens, num_accepted_tokens))
+        return original(stats, num_draft_tokens, num_accepted_tokens, *rest)
+
+    def by_name(stats: Any, **named: Any) -> Any:
+        order = ("num_draft_tokens", "num_accepted_tokens", "num_invalid_spec_tokens", "request_id")
+        return listening(stats, *(named[name] for name in order))
+
+    greedy = replace(_block(), sampling=SamplingConfig(), max_new_tokens=40)
+    engine.prepare(greedy)
+    scheduler.make_spec_decoding_stats = by_name
+    run = _run(engine, greedy, tokens=400)
+    return {"run": run, "said": said}
 
 
 def _plugin(engine: VllmEngine) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from vegas_runtime.backend import ON_V1_RUNNER, PromptBlock, StockMethod
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError
 from vegas_tune.bench import Progress
 from vegas_tune.laboratory import Failed, Laboratory, Measured, Outcome, Store, is_final
 from vegas_tune.plan import Plan, Point
@@ -139,6 +139,7 @@ class OwnMethods:
 
         Raises:
             StorageError: a result could not be kept.
+            GpuMemoryError: an engine's memory did not come back.
         """
         if method.reason:
             return OwnResult(
@@ -153,6 +154,9 @@ class OwnMethods:
             )
             try:
                 found[gamma] = self._at(method.at(gamma), store)
+            except GpuMemoryError:
+                # It is no fault of the method's, and the next engine would fare no better.
+                raise
             except (BackendError, ConfigError) as error:
                 found[gamma] = []
                 reasons.append(error.message)
