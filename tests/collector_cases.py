@@ -17,6 +17,7 @@ from vegas_runtime.policies.base import Collection, SelectionInput
 from vegas_runtime.policies.vegas import VegasPolicy
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 
 LAYERS = 2
 GAMMA = 3
@@ -182,17 +183,35 @@ def run_step(
     return Step(this=this, config=config, collector=collector, out=out, queries=queries)
 
 
-def accept(step: Step, emitted: Sequence[int]) -> None:
-    """The accept test has run: so many tokens of each request stood, the bonus token among them."""
+def accept(
+    step: Step,
+    emitted: Sequence[int],
+    *,
+    request_ids: Sequence[int] | None = None,
+    is_prompt: Sequence[int] | None = None,
+) -> None:
+    """The accept test has run: so many tokens of each request stood, the bonus token among them.
+
+    Args:
+        step: what was verified.
+        emitted: per request; 0 for padding and incomplete prompts.
+        request_ids: persistent states; counted up unless given.
+        is_prompt: per request; requests of one row unless given.
+    """
     this, case = step.this, step.case
-    budgets = budgets_of(case, step.config, case.queries)
+    ints = {"dtype": torch.int32, "device": this.device}
+    prompts = [int(rows == 1) for rows in case.queries] if is_prompt is None else is_prompt
     step.collector.accepted(
-        keys=[this.k] * LAYERS,
-        block_table=this.table,
-        seq_lens=this.lens,
-        query_start=this.query_start,
-        num_sampled=torch.tensor(emitted, dtype=torch.int32, device=this.device),
-        budgets=torch.tensor(budgets, dtype=torch.int32, device=this.device),
+        AcceptedStep(
+            keys=[this.k] * LAYERS,
+            block_table=this.table,
+            seq_lens=this.lens,
+            query_start=this.query_start,
+            num_sampled=torch.tensor(emitted, **ints),
+            budgets=torch.tensor(budgets_of(case, step.config, case.queries), **ints),
+            request_ids=torch.tensor(request_ids or range(case.batch), **ints),
+            is_prompt=torch.tensor(prompts, **ints),
+        )
     )
 
 

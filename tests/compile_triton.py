@@ -18,9 +18,11 @@ from triton.runtime.jit import JITFunction
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.kernels import ops
+from vegas_runtime.policies.snapkv import PROMPT_ROWS
 from vegas_runtime.vllm_plugin import paths
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.triton_select import WHOLE_ROW
 
 GAMMA, BATCH = 6, 4
@@ -125,14 +127,23 @@ def walk(
     lse = torch.zeros(heads, BATCH * rows)
     collector.collect(0, q, k, lse, block_table=table, query_start=starts, first=0)
     collector.end_step(block_table=table)
+    if collector.reads_prompts:
+        lists, last = collector.prompt_lists, q[:1].repeat(BATCH * PROMPT_ROWS, 1, 1)
+        lists.begin(torch.arange(BATCH), lens, num_drafts=GAMMA)
+        norm = torch.zeros(heads, BATCH * PROMPT_ROWS)
+        lists.choose(0, last, k, norm.T, block_table=table, lens=lens)
     collector.accepted(
-        keys=[k],
-        block_table=table,
-        seq_lens=lens,
-        query_start=starts,
-        num_sampled=torch.ones_like(lens),
-        budgets=torch.ones_like(lens),
-        rows=torch.full_like(lens, rows),
+        AcceptedStep(
+            keys=[k],
+            block_table=table,
+            seq_lens=lens,
+            query_start=starts,
+            num_sampled=torch.ones_like(lens),
+            budgets=torch.ones_like(lens),
+            request_ids=torch.arange(BATCH, dtype=torch.int32),
+            is_prompt=torch.zeros_like(lens),
+            rows=torch.full_like(lens, rows),
+        )
     )
     collector.begin_draft(block_table=table, seq_lens=lens)
     collector.draft(0, q[:BATCH], k, v, block_table=table, seq_lens=lens, out=out[:BATCH])
@@ -151,4 +162,7 @@ if __name__ == "__main__":
     walk(9, 3, 64, "fa3", "fa3", length=2 * WHOLE_ROW)
     walk(9, 3, 64, "triton", "triton", rows="accepted_only")
     walk(9, 3, 64, "fa3", "kernel", algorithm="spec_extend")
+    walk(9, 3, 64, "fa3", "kernel", algorithm="sparse_spec")
+    walk(9, 3, 64, "fa3", "kernel", algorithm="snapkv")
+    walk(32, 8, 128, "fa3", "triton", algorithm="snapkv")
     sys.stdout.write(" ".join(sorted(COMPILED)))

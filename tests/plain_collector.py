@@ -19,6 +19,8 @@ class PlainCollector:
     num_bytes = 0
     collects = True
     list_shape = False
+    reads_prompts = False
+    waits = True
     list_shapes = (False,)
     slowed_by: ClassVar[dict[str, str]] = {}
 
@@ -33,6 +35,9 @@ class PlainCollector:
 
     def set_rows(self, rows: str) -> None:
         self.rows = rows
+
+    def forget(self) -> None:
+        pass
 
     def check_budget(self, sparsity_ratio: float, min_tokens: int) -> None:
         pass
@@ -107,9 +112,14 @@ class PlainCollector:
     def end_step(self, *, block_table: Tensor) -> None:
         assert all(len(lists) == len(self.lengths) for lists in self.lists)
 
-    def accepted(self, *, keys: list[Tensor], num_sampled: Tensor, **_: Any) -> None:
-        assert len(keys) == self.shape.num_layers
-        emitted = zip(num_sampled.tolist(), self.step_rows, strict=True)
+    def accepted(self, step: Any) -> None:
+        assert len(step.keys) == self.shape.num_layers
+        assert step.rows.tolist() == self.step_rows[: step.batch]
+        assert step.seq_lens.tolist() == self.lengths[: step.batch]
+        assert min(step.request_ids.tolist()) >= 0
+        drafted = zip(step.rows.tolist(), step.is_prompt.tolist(), strict=True)
+        assert all(rows == 1 or not is_prompt for rows, is_prompt in drafted)
+        emitted = zip(step.num_sampled.tolist(), self.step_rows, strict=True)
         assert all(0 <= count <= rows for count, rows in emitted)
 
     def begin_draft(self, *, block_table: Tensor, seq_lens: Tensor, request_ids: Tensor) -> None:

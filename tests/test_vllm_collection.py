@@ -311,9 +311,12 @@ def test_budgets_beyond_the_buffers() -> None:
         collector.check_budget(0.05, 100)
 
 
-def test_held_memory_is_counted() -> None:
+@pytest.mark.parametrize("algorithms", [(), ("spec_extend", "sparse_spec", "snapkv")])
+def test_held_memory_is_counted(algorithms: tuple[str, ...]) -> None:
     """Everything reachable from a collector, and nothing twice."""
-    collector = make_collector(CASE, make_config(), path="fused", draft_path="kernel")
+    collector = make_collector(
+        CASE, make_config(), path="fused", draft_path="kernel", algorithms=algorithms
+    )
     seen: dict[int, int] = {}
 
     def walk(thing: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from vegas_runtime.kernels import paged
 from vegas_runtime.policies import make_policy
 from vegas_runtime.policies.base import SelectionInput
 from vegas_runtime.vllm_plugin import paths
+from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="no CPU"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -48,11 +50,13 @@ def flash_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(paths, "flash_attention", lambda: flash_attention_stand_in)
 
 
-def policy_lists(step: Step, layer: int) -> tuple[list[list[list[int]]], list[int]]:
+def policy_lists(
+    step: Step, layer: int, drafting: Sequence[int] = DRAFTING
+) -> tuple[list[list[list[int]]], list[int]]:
     """What the method's own policy selects by the step's codes: lists by request, tail starts."""
     codes = step.collector.codes(layer, step.case.batch)
     assert codes is not None
-    drafting = list(DRAFTING)
+    drafting = list(drafting)
     lens, queries = (torch.tensor(of)[drafting] for of in (step.case.lens, step.case.queries))
     committed = lens - queries + torch.tensor(EMITTED)[drafting]
     chosen = make_policy(step.config).select(
@@ -72,8 +76,8 @@ def check_lists(step: Step, rows: dict[int, list[int]], *, per_head: bool = Fals
     """Lists are the policy's, and hold almost all the weight that any such list could."""
     lengths: Any = step.collector._lengths
     for layer in range(LAYERS):
-        wanted, tails = policy_lists(step, layer)
-        for place, b in enumerate(DRAFTING):
+        wanted, tails = policy_lists(step, layer, [*rows])
+        for place, b in enumerate(rows):
             listed = listed_positions(step, layer, b)
             assert listed == wanted[place]
             assert int(lengths.tail_start[b]) == tails[place]
@@ -85,9 +89,10 @@ def check_lists(step: Step, rows: dict[int, list[int]], *, per_head: bool = Fals
                 else:
                     within = scores[head, : tails[place]]
                     best = float(within.topk(len(chosen)).values.sum())
-                # Codes rank in steps of an eighth of an octave.
-                assert float(scores[head, chosen].sum()) >= 0.985 * best
-        for b in {*range(CASE.batch)} - {*DRAFTING}:
+                # Codes rank in steps of an eighth of an octave, all of which one entry may miss.
+                share = 0.985 if len(chosen) > 4 else 2**-0.125
+                assert float(scores[head, chosen].sum()) >= share * best
+        for b in {*range(CASE.batch)} - {*rows}:
             assert int(lengths.counts[b]) == int(lengths.candidates[b]) == 0
 
 
@@ -111,12 +116,80 @@ def test_lists_are_the_policys(device: str, path: str, knobs: dict[str, Any]) ->
 
 
 @on_each_device
+@pytest.mark.parametrize("path", paths.VERIFY_PATHS)
+@pytest.mark.parametrize("knobs", [{}, {"sparsity_ratio": 0.02, "min_tokens": 3}])
+def test_sparse_spec_lists_each_kv_heads_entries_by_all_rows(
+    device: str, path: str, knobs: dict[str, Any]
+) -> None:
+    config = make_config(algorithm="sparse_spec", **knobs)
+    step = run_step(CASE, config, path=path, draft_path="kernel", device=device)
+    accept(step, EMITTED)
+    drafted = [b for b in DRAFTING if CASE.queries[b] > 1]
+    check_lists(step, {b: [*range(CASE.queries[b])] for b in drafted}, per_head=True)
+    lengths: Any = step.collector._lengths
+    assert int(lengths.tail_start[1]) == 0, "a request that has not drafted yet reads everything"
+
+
+def test_sparse_spec_reads_everything_until_drafts_of_a_request_were_verified() -> None:
+    config = make_config(algorithm="sparse_spec")
+    collector = make_collector(CASE, config, path="triton")
+    lengths: Any = collector._lengths
+
+    def is_dense(
+        queries: tuple[int, ...], request_ids: list[int], is_prompt: list[int]
+    ) -> list[bool]:
+        case = Case(dtype=DTYPE, lens=(70, 60, 50), queries=queries)
+        step = run_step(case, config, path="triton", collector=collector)
+        accept(step, [1, 1, 1], request_ids=request_ids, is_prompt=is_prompt)
+        assert all(
+            int(lengths.tail_start[b]) == (0 if lengths.candidates[b] == 0 else n - q - 1)
+            for b, (n, q) in enumerate(zip(case.lens, queries, strict=True))
+        )
+        return [int(lengths.candidates[b]) == 0 for b in range(3)]
+
+    assert is_dense((1, 1, 1), [7, 5, 6], [1, 1, 1]) == [True, True, True]
+    # Rows change places; one request drafted, two did not though their prompts are complete.
+    assert is_dense((1, 3, 1), [5, 7, 6], [0, 0, 0]) == [True, False, True]
+    assert is_dense((1, 1, 1), [5, 7, 6], [0, 0, 0]) == [True, False, True]
+    # Another request took the state that drafted; a resumed one computes its text anew.
+    assert is_dense((1, 1, 4), [7, 5, 6], [1, 0, 0]) == [True, True, False]
+    collector.set_algorithm("sparse_spec")
+    assert is_dense((1, 1, 1), [6, 5, 7], [0, 0, 0]) == [False, True, True]
+
+
+@on_each_device
+@pytest.mark.parametrize("draft_path", ["kernel", "triton"])
+def test_first_drafts_read_everything_beside_sparse_ones(device: str, draft_path: str) -> None:
+    config = make_config(algorithm="sparse_spec")
+    step = run_step(CASE, config, path="triton", draft_path=draft_path, device=device)
+    accept(step, EMITTED)
+    check_drafts(step, [70, 40, 0, 0, 90, 150], {0: 65, 1: 0, 4: 86, 5: 145})
+
+
+@pytest.mark.parametrize("algorithms", [(), ("sparse_spec",)])
+def test_page_lists_have_no_room_for_a_whole_text(algorithms: tuple[str, ...]) -> None:
+    knobs = {} if algorithms else {"algorithm": "sparse_spec"}
+    with pytest.raises(ConfigError, match="tails as long as the text"):
+        make_collector(
+            CASE, make_config(**knobs), path="triton", draft_path="fa3", algorithms=algorithms
+        )
+
+
+@on_each_device
 @pytest.mark.parametrize("draft_path", paths.DRAFT_PATHS)
 def test_drafts_read_whole_pages_and_what_follows_them(device: str, draft_path: str) -> None:
     config = make_config(algorithm="spec_extend", sparsity_ratio=0.3, min_tokens=40)
     step = run_step(CASE, config, path="triton", draft_path=draft_path, device=device)
     accept(step, EMITTED)
-    this, lens = step.this, [70, 40, 0, 0, 90, 150]
+    lens = [70, 40, 0, 0, 90, 150]
+    tails = {b: (lens[b] - CASE.queries[b] + 1) // 16 * 16 for b in DRAFTING}
+    check_drafts(step, lens, tails)
+    assert all(len(listed) % 16 == 0 for b in tails for listed in listed_positions(step, 1, b))
+
+
+def check_drafts(step: Step, lens: list[int], tails: dict[int, int]) -> None:
+    """A draft step over a layer's lists and tails is attention over just these."""
+    this = step.this
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=this.device)
     out = torch.full((6, *this.q.shape[1:]), math.nan, dtype=this.q.dtype, device=this.device)
     step.collector.begin_draft(block_table=this.table, seq_lens=seq_lens)
@@ -126,10 +199,8 @@ def test_drafts_read_whole_pages_and_what_follows_them(device: str, draft_path: 
         seq_lens=seq_lens,
         out=out,
     )
-    for b in DRAFTING:
-        tail = (lens[b] - CASE.queries[b] + 1) // 16 * 16
+    for b, tail in tails.items():
         chosen = listed_positions(step, 1, b)
-        assert all(len(listed) % 16 == 0 for listed in chosen)
         truth = draft_oracle(this, this.q, b, chosen, tail, lens[b])
         assert float((out[b].double() - truth).norm() / truth.norm()) <= OUT_TOLERANCE[DTYPE]
 
@@ -138,11 +209,12 @@ def test_drafts_read_whole_pages_and_what_follows_them(device: str, draft_path: 
 def test_one_collector_runs_every_method_it_was_made_for(path: str) -> None:
     start = make_config(sparsity_ratio=0.3, min_tokens=40)
     collector = make_collector(
-        CASE, start, path=path, algorithms=["spec_extend"], rows=["last_accepted"]
+        CASE, start, path=path, algorithms=["spec_extend", "sparse_spec"], rows=["last_accepted"]
     )
     for knobs in (
         {"rows": "last_accepted"},
         {"algorithm": "spec_extend"},
+        {"algorithm": "sparse_spec"},
         {"rows": "all"},
         {"rows": "last_accepted"},
     ):
@@ -209,7 +281,15 @@ def test_rows_of_a_prompt_whose_attention_ran_elsewhere_are_kept() -> None:
     collector.end_step(block_table=this.table)
     emitted = torch.tensor([2, 1], dtype=torch.int32)
     collector.accepted(
-        **step, keys=[this.k] * LAYERS, num_sampled=emitted, budgets=budgets, rows=rows
+        AcceptedStep(
+            **step,
+            keys=[this.k] * LAYERS,
+            num_sampled=emitted,
+            budgets=budgets,
+            request_ids=torch.arange(2, dtype=torch.int32),
+            is_prompt=torch.zeros_like(rows),
+            rows=rows,
+        )
     )
     for b, row in ((0, 1), (1, 19)):
         scores = exact_scores(whole, 0, b, rows=[row])
@@ -251,7 +331,9 @@ def test_what_slows_a_method_is_said() -> None:
 
 
 def test_idle_requests_compile_everything_and_select_nothing() -> None:
-    collector = make_collector(CASE, make_config(), path="triton", algorithms=["spec_extend"])
+    collector = make_collector(
+        CASE, make_config(), path="triton", algorithms=["spec_extend", "sparse_spec", "snapkv"]
+    )
     this = make_paged(CASE, torch.device("cpu"))
     collector.bind(this.k)
     collector.warm_up([this.k] * LAYERS)

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
 pytestmark = pytest.mark.vllm
-METHODS = ("last_accepted", "accepted_only", "spec_extend", "vegas")
+METHODS = ("last_accepted", "accepted_only", "spec_extend", "sparse_spec", "snapkv", "vegas")
 on_each_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -75,8 +75,16 @@ def test_what_slows_a_method_is_said(report: dict[str, Any]) -> None:
     slowed = report["slowed_by"]
     assert "vegas" not in slowed
     assert "second pass over K" in slowed["spec_extend"]
+    assert "32 prompt rows run a second time" in slowed["snapkv"]
     assert "second pass over K" in slowed["vegas, rows last_accepted"]
 
 
 def test_drafts_leave_no_trace_in_the_penalties_counts(report: dict[str, Any]) -> None:
     assert report["counts_left"] == 0
+
+
+def test_prompts_choose_by_the_rows_that_prefilling_computed(report: dict[str, Any]) -> None:
+    rows = report["prompt_rows"]
+    assert rows["hits"] > 0
+    # Float32 in other batches; neighbouring rows differ by far more.
+    assert max(rows["again"], rows["cached"]) < 1e-4 * rows["rows"]

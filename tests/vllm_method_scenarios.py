@@ -20,6 +20,7 @@ from vllm_scenarios import (
     SAMPLED,
     configurer,
     counted,
+    prompt,
     rfc,
     worker_of,
 )
@@ -30,6 +31,8 @@ METHODS: dict[str, dict[str, str]] = {
     "last_accepted": {"algorithm": "vegas", "rows": "last_accepted"},
     "accepted_only": {"algorithm": "vegas", "rows": "accepted_only"},
     "spec_extend": {"algorithm": "spec_extend", "rows": "two"},
+    "sparse_spec": {"algorithm": "sparse_spec", "rows": "two"},
+    "snapkv": {"algorithm": "snapkv", "rows": "two"},
     "vegas": {"algorithm": "vegas", "rows": "two"},
 }
 DECLARED = {
@@ -69,10 +72,43 @@ def run_methods(folder: Path) -> dict[str, Any]:
             "sparse": sparse,
             "tokens": tokens,
         }
+    found["prompt_rows"] = compare_prompt_rows(engine)
     found["counts_left"] = int(
         worker_of(engine).model_runner.sampler.penalties_state.output_bin_counts.min()
     )
     return found
+
+
+def compare_prompt_rows(engine: Any) -> dict[str, float]:
+    """Queries of a prompt's last rows: as it was prefilled, read again, and read from a cache hit.
+
+    Returns:
+        Largest difference from the prefilled ones, and by how much their rows differ anyway.
+    """
+    from vegas_runtime.vllm_plugin.attention import PromptMetadata, VegasAttentionImpl
+
+    configurer(engine)(**METHODS["snapkv"])
+    seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    forward = VegasAttentionImpl.forward
+
+    def spy(self: Any, layer: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        if self.layer_index == 1:
+            seen[isinstance(rest[3], PromptMetadata)].append(query.clone())
+        return forward(self, layer, query, *rest, **options)
+
+    VegasAttentionImpl.forward = spy  # type: ignore[assignment,method-assign]
+    fresh = prompt(60, 99)
+    for _ in range(2):
+        bed.generate(engine, [fresh], max_tokens=4, **GREEDY)
+    VegasAttentionImpl.forward = forward  # type: ignore[method-assign]
+    prefilled = seen[False][0][60 - 32 : 60]
+    again, cached = seen[True]
+    return {
+        "again": float((again - prefilled).abs().max()),
+        "cached": float((cached - prefilled).abs().max()),
+        "rows": float((prefilled[1:] - prefilled[:-1]).abs().max()),
+        "hits": bed.metrics(engine)["prefix_cache_hits"],
+    }
 
 
 def run_crowded(folder: Path) -> dict[str, Any]:

@@ -115,12 +115,16 @@ def budgets() -> dict[str, Any]:
     inputs.min_tokens.fill_(64)
     import numpy as np
 
-    inputs.load(np.array([4, 2, 0, 5]), np.array([6, 2, 0, 6]))
+    inputs.load(
+        np.array([4, 2, 0, 5]), np.array([6, 2, 0, 6]), np.array([False, False, True, False])
+    )
+    is_prompt = inputs.is_prompt.tolist()
     seq_lens = torch.tensor([7400, 5000, 3000, 40, 0, 0], dtype=torch.int32)
     held = inputs.budgets(seq_lens, inputs.rows).tolist()
-    inputs.load(np.array([1]), None)
+    inputs.load(np.array([1]), None, np.array([False]))
     return {
         "held": held,
+        "is_prompt": is_prompt,
         "rows": inputs.rows.tolist(),
         "request_ids": inputs.request_ids.tolist(),
     }

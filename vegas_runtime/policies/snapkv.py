@@ -48,20 +48,43 @@ class SnapKVPolicy(KVSelectionPolicy):
 
     def select(self, given: SelectionInput) -> KVSelection:
         """Top-k by pooled votes, lowest position first among equals."""
+        return self.choose(self.pooled(given), given.prefix_lens)
+
+    def pooled(self, given: SelectionInput) -> Tensor:
+        """Votes for what lies before the last prompt rows, each the mean of its neighbourhood.
+
+        Returns:
+            [..., B, Hkv, Lmax] float32.
+        """
         lens = given.prefix_lens
-        budgets = [self.config.kv_budget(length) for length in lens.tolist()]
-        budget = torch.tensor(budgets, device=lens.device)
-        window = budget.clamp(max=PROMPT_ROWS)
-        candidates = lens + 1 - window
         votes = self._votes(given)
         places = torch.arange(votes.shape[-1], device=votes.device)
-        votes = votes.masked_fill((places >= candidates[:, None])[:, None], 0)
-        pooled = functional.avg_pool1d(
-            votes.flatten(0, -2)[:, None], POOL_WIDTH, stride=1, padding=POOL_WIDTH // 2
+        window = self._budget(lens).clamp(max=PROMPT_ROWS)
+        hidden = places >= (lens + 1 - window)[:, None]
+        return functional.avg_pool1d(
+            votes.masked_fill(hidden[:, None], 0).flatten(0, -2)[:, None],
+            POOL_WIDTH,
+            stride=1,
+            padding=POOL_WIDTH // 2,
         ).view(votes.shape)
+
+    def choose(self, pooled: Tensor, prefix_lens: Tensor) -> KVSelection:
+        """The largest pooled votes before the last prompt rows, and these.
+
+        Args:
+            pooled: [..., B, Hkv, L] float32.
+            prefix_lens: [B] int64, position of each prompt's last token.
+        """
+        budget = self._budget(prefix_lens)
+        window = budget.clamp(max=PROMPT_ROWS)
+        candidates = prefix_lens + 1 - window
         return KVSelection(
             positions=top_entries(pooled, candidates, budget - window), tail_starts=candidates
         )
+
+    def _budget(self, lens: Tensor) -> Tensor:
+        budgets = [self.config.kv_budget(length) for length in lens.tolist()]
+        return torch.tensor(budgets, device=lens.device)
 
     def _votes(self, given: SelectionInput) -> Tensor:
         """Softmax weights summed over rows and each KV head's group, [..., B, Hkv, Lmax]."""

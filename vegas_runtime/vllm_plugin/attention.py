@@ -1,10 +1,12 @@
 """Attention backend: vLLM's FlashAttention, plus collection while verifying and sparse drafts.
 
-A forward pass is one of three things, told apart by its metadata:
+A forward pass is one of four things, told apart by its metadata:
 
     stock        nobody will draft after it, or it profiles memory: FlashAttention alone
     verification FlashAttention's result, and scores for the lists that the next drafts read
     draft        one row a request over its list and the dense tail (`DraftMetadata`)
+    prompt       the last rows of prompts once more, for methods that choose by them
+                 (`PromptMetadata`)
 
 Verification covers every request of a batch. Requests with few rows go through the collector's own
 attention; in a step that also holds long prompt chunks, those run FlashAttention as always and
@@ -27,6 +29,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vegas_runtime.policies.snapkv import PROMPT_ROWS
 from vegas_runtime.vllm_plugin import collection
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 
@@ -44,6 +47,23 @@ class DraftMetadata:
     block_table: Tensor
     seq_lens: Tensor
     request_ids: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptMetadata:
+    """What a pass over the last rows of prompts reads.
+
+    Attributes:
+        block_table: [N, blocks] int32.
+        seq_lens: [N] int32 tokens of each prompt.
+        query_start: [N + 1] int32 first row of each.
+        max_len: longest prompt.
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    max_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +167,7 @@ class VegasAttentionImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attention of one pass; see the module's text for the three kinds.
+        """Attention of one pass; see the module's text for the four kinds.
 
         Args:
             layer: the attention layer.
@@ -155,13 +175,16 @@ class VegasAttentionImpl(FlashAttentionImpl):
             key: [T, Hkv, D], already written to the cache.
             value: likewise.
             kv_cache: [blocks, Hkv, block size, 2 D].
-            attn_metadata: `DraftMetadata`, FlashAttention's, or None while profiling.
+            attn_metadata: `DraftMetadata`, `PromptMetadata`, FlashAttention's, or None while
+                profiling.
             output: [T, H, D], written.
             output_scale: not supported, as in FlashAttention.
             output_block_scale: likewise.
         """
         if isinstance(attn_metadata, DraftMetadata):
             return self._draft(query, kv_cache, attn_metadata, output)
+        if isinstance(attn_metadata, PromptMetadata):
+            return self._read_prompts(query, kv_cache, attn_metadata, output)
         verification = getattr(attn_metadata, "vegas", None)
         if self.collector is None or verification is None:
             stock: Tensor = super().forward(
@@ -205,6 +228,45 @@ class VegasAttentionImpl(FlashAttentionImpl):
             seq_lens=metadata.seq_lens,
             out=output,
             sinks=self.sinks,
+        )
+        return output
+
+    def _read_prompts(
+        self, query: Tensor, kv_cache: Tensor, metadata: PromptMetadata, output: Tensor
+    ) -> Tensor:
+        """Full attention of the rows, and the lists they choose."""
+        assert self.collector is not None
+        keys, values = self._views(kv_cache)
+        lists = self.collector.prompt_lists
+
+        def attend(out: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+            _, lse = flash_attn.flash_attn_varlen_func(
+                q=query,
+                k=keys,
+                v=values,
+                out=out,
+                cu_seqlens_q=metadata.query_start,
+                max_seqlen_q=PROMPT_ROWS,
+                seqused_k=metadata.seq_lens,
+                max_seqlen_k=metadata.max_len,
+                softmax_scale=scale,
+                causal=True,
+                block_table=metadata.block_table,
+                return_softmax_lse=True,
+                fa_version=self.vllm_flash_attn_version,
+                s_aux=sinks,
+            )
+            by_row: Tensor = lse.T
+            return by_row
+
+        attend(output, self.scale, self.sinks)
+        lists.choose(
+            self.layer_index,
+            query,
+            keys,
+            attend(torch.empty_like(output), lists.vote_scale, None),
+            block_table=metadata.block_table,
+            lens=metadata.seq_lens,
         )
         return output
 

@@ -25,14 +25,15 @@ from torch import Tensor
 from vegas_runtime.config import Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin import paths
+from vegas_runtime.vllm_plugin.after_acceptance import AfterAcceptance
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
-from vegas_runtime.vllm_plugin.late_rows import LateRows, rule_of
+from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.listing import Listing
 from vegas_runtime.vllm_plugin.methods import ROW_SETS
+from vegas_runtime.vllm_plugin.prompt_lists import PromptLists
 from vegas_runtime.vllm_plugin.switches import Switches
 from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.triton_steps import (
-    append_tails,
     draft_lengths,
     step_lengths,
     window_lists,
@@ -108,7 +109,9 @@ class Collector:
             scoring=self._scoring,
             per_head=self._switches.scores_per_head,
         )
-        self.draft_path, self.draft_reason = paths.choose_draft(draft_path, shape, limits, device)
+        self.draft_path, self.draft_reason = paths.choose_draft(
+            draft_path, shape, limits, device, has_long_tail=self._switches.has_long_tail
+        )
         self._draft = paths.make_draft(self.draft_path, shape, limits, device)
         self.max_budget = limits.capacity
         self._given_rows: Tensor | None = None
@@ -141,17 +144,24 @@ class Collector:
             for per_head in switches.shapes
         }
         self._listing = self._listings[switches.per_head]
-        self._late: LateRows | None = None
-        if switches.keeps_rows:
-            self._late = LateRows(shape, limits, is_kept=switches.kept, device=self._device)
+        self._after = AfterAcceptance(
+            shape,
+            limits,
+            switches=switches,
+            listings=self._listings,
+            lengths=self._lengths,
+            ratio=self._ratio,
+            min_tokens=self._min_tokens,
+            device=self._device,
+        )
 
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
         held = 5 * self._lengths.rows.nbytes
         held += sum(listing.num_bytes for listing in self._listings.values())
-        held += 0 if self._late is None else self._late.num_bytes
-        return held + self._verify.num_bytes + self._draft.num_bytes
+        parts = (self._after, self._verify, self._draft)
+        return held + sum(part.num_bytes for part in parts)
 
     @property
     def collects(self) -> bool:
@@ -183,6 +193,21 @@ class Collector:
         """Shape of the lists that the next draft step reads."""
         return self._listing.per_head
 
+    @property
+    def waits(self) -> bool:
+        """Whether the method in force makes its lists behind the accept test."""
+        return self._switches.source in ("accepted", "prompt")
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the method in force chooses by the last rows of prompts."""
+        return self._switches.source == "prompt"
+
+    @property
+    def prompt_lists(self) -> PromptLists:
+        """What such a method holds of every request."""
+        return self._after.prompt_lists
+
     def use_lists(self, per_head: bool) -> None:
         """Let draft steps read lists of that shape, one of `list_shapes`."""
         self._listing = self._listings[per_head]
@@ -193,8 +218,11 @@ class Collector:
         Raises:
             ConfigError: this collector was not made for it.
         """
+        is_new = algorithm != self._switches.held
         self._switches.set_algorithm(algorithm)
         self.use_lists(self._switches.per_head)
+        if is_new:
+            self.forget()
 
     def set_rows(self, rows: Rows) -> None:
         """Sum other rows of the verify block from the next step on.
@@ -203,6 +231,10 @@ class Collector:
             ConfigError: a row set that this collector keeps no room for, or that its path lacks.
         """
         self._switches.set_rows(rows, path=self.path)
+
+    def forget(self) -> None:
+        """The setting has changed: nothing that was chosen for a request's life holds any more."""
+        self._after.forget()
 
     def check_budget(self, sparsity_ratio: float, min_tokens: int) -> None:
         """Refuse a setting whose lists would not fit.
@@ -278,20 +310,7 @@ class Collector:
         self._given_rows = rows
         self._verify.begin_step(seq_lens=seq_lens, query_start=query_start, request_ids=request_ids)
         if self._scored is not None:
-            self._append_tails(self._scored, lengths, block_table)
-
-    def _append_tails(self, listing: Listing, lengths: StepLengths, block_table: Tensor) -> None:
-        """Write tails behind the lists, for draft attention that reads one page list."""
-        if self._draft.with_tail:
-            append_tails(
-                counts=lengths.counts,
-                tail_start=lengths.tail_start,
-                block_table=block_table,
-                block_size=self._shape.block_size,
-                units=listing.units,
-                length=self._limits.tail,
-                lists=listing.lists.entries[:, : lengths.counts.shape[0]],
-            )
+            self._scored.append_tails(lengths, block_table)
 
     def verify(
         self,
@@ -345,7 +364,7 @@ class Collector:
                 max_len=max_len, scheduler_metadata=scheduler_metadata, num_splits=num_splits
             ),
         )
-        self._keep(layer, q, lse, query_start, first=0)
+        self._after.keep(*(layer, q, lse), query_start=query_start, rows=self._given_rows, first=0)
         self._select_layer(layer, block_table, first=0)
 
     def collect(
@@ -373,7 +392,9 @@ class Collector:
         B = block_table.shape[0]
         if B == 0:
             return
-        self._keep(layer, q, lse.T, query_start, first=first)
+        self._after.keep(
+            *(layer, q, lse.T), query_start=query_start, rows=self._given_rows, first=first
+        )
         codes = self._layer_codes(layer, first, B)
         if codes is None:
             return
@@ -396,102 +417,19 @@ class Collector:
             block_table: [B, blocks] int32, all requests of `begin_step`.
         """
         if self._scored is not None:
-            assert self._scored.ranking is not None
-            self._scored.ranking.after_all(
-                lengths=self._lengths.part(0, block_table.shape[0]),
-                block_table=block_table,
-                units=self._scored.units,
-                lists=self._scored.lists.entries,
-            )
+            self._scored.select(self._lengths.part(0, block_table.shape[0]), block_table)
 
-    def accepted(
-        self,
-        *,
-        keys: Sequence[Tensor],
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start: Tensor,
-        num_sampled: Tensor,
-        budgets: Tensor,
-        rows: Tensor | None = None,
-    ) -> None:
-        """Make the lists that had to wait for acceptance; nothing for other methods.
-
-        Args:
-            keys: [blocks, block size, Hkv, D] view of each layer's K.
-            block_table: [B, blocks] int32, as in `begin_step`.
-            seq_lens: [B] int32 tokens cached by the verify pass, its own included.
-            query_start: [B + 1] int32, as in `begin_step`.
-            num_sampled: [B] int32 tokens each request emitted; 0 for an incomplete prompt.
-            budgets: [B] int32, as in `begin_step`.
-            rows: [B] int32, as in `begin_step`.
-        """
-        if self._switches.source == "accepted":
-            self._choose_late(
-                self._switches.held,
-                self._switches.held_rows,
-                keys=keys,
-                block_table=block_table,
-                seq_lens=seq_lens,
-                query_start=query_start,
-                num_sampled=num_sampled,
-                budgets=budgets,
-                given_rows=rows,
-            )
+    def accepted(self, step: AcceptedStep) -> None:
+        """Make the lists that had to wait for acceptance; nothing for other methods."""
+        self._after.make_lists(step)
 
     def warm_up(self, keys: Sequence[Tensor]) -> None:
         """Compile what `accepted` runs for every method that may be chosen, on an idle request.
 
         Args:
-            keys: as in `accepted`.
+            keys: [blocks, block size, Hkv, D] view of each layer's K.
         """
-        idle = torch.zeros(2, dtype=torch.int32, device=self._device)
-        for algorithm, rows in self._switches.late:
-            self._choose_late(
-                algorithm,
-                rows,
-                keys=keys[:1],
-                block_table=idle[None],
-                seq_lens=idle[:1],
-                query_start=idle,
-                num_sampled=idle[:1],
-                budgets=idle[:1],
-                given_rows=idle[:1],
-            )
-
-    def _choose_late(
-        self,
-        algorithm: str,
-        rows: Rows,
-        *,
-        keys: Sequence[Tensor],
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start: Tensor,
-        num_sampled: Tensor,
-        budgets: Tensor,
-        given_rows: Tensor | None,
-    ) -> None:
-        assert self._late is not None
-        B, listing = seq_lens.shape[0], self._listings[self._switches.is_per_head(algorithm)]
-        assert listing.ranking is not None
-        lengths = self._lengths.part(0, B)
-        self._late.choose(
-            rule_of(algorithm, rows),
-            keys=keys,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start=query_start,
-            rows=given_rows,
-            num_sampled=num_sampled,
-            budgets=budgets,
-            capacity=self.max_budget,
-            units=listing.units,
-            ranking=listing.ranking,
-            lengths=lengths,
-            lists=listing.lists.first(B),
-        )
-        self._append_tails(listing, lengths, block_table)
+        self._after.warm_up(keys)
 
     def begin_draft(
         self, *, block_table: Tensor, seq_lens: Tensor, request_ids: Tensor | None = None
@@ -587,8 +525,7 @@ class Collector:
 
     def codes(self, layer: int, batch: int) -> Tensor | None:
         """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
-        ranking = self._listing.ranking
-        return None if ranking is None else ranking.of_layer(layer, 0, batch)
+        return self._listing.codes(layer, 0, batch)
 
     @property
     def units(self) -> Units:
@@ -601,33 +538,10 @@ class Collector:
         return self._listings[self._switches.scores_per_head] if self._switches.is_scored else None
 
     def _layer_codes(self, layer: int, first: int, batch: int) -> Tensor | None:
-        if self._scored is None:
-            return None
-        assert self._scored.ranking is not None
-        return self._scored.ranking.of_layer(layer, first, batch)
-
-    def _keep(self, layer: int, q: Tensor, lse: Tensor, query_start: Tensor, *, first: int) -> None:
-        """Set verify rows aside for a method that waits for acceptance."""
-        if self._late is not None:
-            B, rows = query_start.shape[0] - 1, self._given_rows
-            self._late.keep(
-                layer,
-                q,
-                lse,
-                query_start=query_start,
-                rows=None if rows is None else rows[first : first + B],
-                first=first,
-            )
+        return None if self._scored is None else self._scored.codes(layer, first, batch)
 
     def _select_layer(self, layer: int, block_table: Tensor, *, first: int) -> None:
         """Select for one layer where codes of several are not kept."""
         if self._scored is not None:
-            assert self._scored.ranking is not None
-            self._scored.ranking.after_layer(
-                layer,
-                lengths=self._lengths.part(first, block_table.shape[0]),
-                block_table=block_table,
-                units=self._scored.units,
-                lists=self._scored.lists.entries,
-                first=first,
-            )
+            lengths = self._lengths.part(first, block_table.shape[0])
+            self._scored.select_layer(layer, lengths, block_table, first=first)

@@ -10,24 +10,24 @@ attention, by the prototype's score kernel); the rows kept cost 62 MB there at g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from vegas_runtime.config import Rows
-from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.listing import Listing
 from vegas_runtime.vllm_plugin.methods import ROW_SETS
-from vegas_runtime.vllm_plugin.ranking import Ranking
 from vegas_runtime.vllm_plugin.triton_late import LateRule, accepted_lengths, keep_rows
 from vegas_runtime.vllm_plugin.triton_score import score
-from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.verification import StepLengths
 
 _RULES: Final = {
     ("vegas", "last_accepted"): LateRule(rows="last"),
     ("vegas", "accepted_only"): LateRule(rows="accepted"),
+    ("sparse_spec", None): LateRule(rows="all", counts_tail=True),
     ("spec_extend", None): LateRule(rows="last", in_pages=True),
 }
 
@@ -37,6 +37,38 @@ def rule_of(algorithm: str, rows: Rows) -> LateRule:
     return _RULES[algorithm, rows if algorithm == "vegas" else None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class AcceptedStep:
+    """A verify step whose drafts have been tested; all tensors on the device.
+
+    Attributes:
+        keys: [blocks, block size, Hkv, D] view of each layer's K.
+        block_table: [B, blocks] int32, as it was verified with.
+        seq_lens: [B] int32 tokens cached by the verify pass, its own included; 0 for padding.
+        query_start: [B + 1] int32 of that pass.
+        num_sampled: [B] int32 tokens each request emitted; 0 for an incomplete prompt.
+        budgets: [B] int32 entries to keep, where a method does not count its own.
+        request_ids: [B] int32 persistent request states, -1 for padding.
+        is_prompt: [B] int32, not 0 where the pass computed prompt tokens of the request.
+        rows: [B] int32 rows of each verify block, or None for every row.
+    """
+
+    keys: Sequence[Tensor]
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start: Tensor
+    num_sampled: Tensor
+    budgets: Tensor
+    request_ids: Tensor
+    is_prompt: Tensor
+    rows: Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """Requests, padding included."""
+        return self.seq_lens.shape[0]
+
+
 class LateRows:
     """Verify rows of one step, and their scores once acceptance is known.
 
@@ -44,6 +76,8 @@ class LateRows:
         shape: the layers.
         limits: the largest step.
         is_kept: [1] int32 on the device, 1 while rows are to be kept.
+        ratio: float64[1] on the device, fraction of entries kept.
+        min_tokens: int32[1] on the device.
         device: where.
     """
 
@@ -53,10 +87,14 @@ class LateRows:
         limits: Limits,
         *,
         is_kept: Tensor,
+        ratio: Tensor,
+        min_tokens: Tensor,
         device: torch.device,
     ) -> None:
         self._scale = shape.scale
-        self._is_kept = is_kept
+        self._is_kept, self._ratio, self._min_tokens = is_kept, ratio, min_tokens
+        requests = max(limits.max_requests, limits.max_batch)
+        self._has_drafted = torch.zeros(requests, dtype=torch.int32, device=device)
         size = (shape.num_layers, limits.max_batch, limits.max_rows, shape.num_heads)
         self._q = torch.zeros((*size, shape.head_dim), dtype=shape.dtype, device=device)
         self._lse = torch.zeros(size, device=device)
@@ -67,8 +105,12 @@ class LateRows:
     @property
     def num_bytes(self) -> int:
         """Memory held."""
-        tensors = (self._q, self._lse, self._ends, self._rows, self._all_rows)
+        tensors = (self._q, self._lse, self._ends, self._rows, self._all_rows, self._has_drafted)
         return sum(t.nbytes for t in tensors)
+
+    def forget(self) -> None:
+        """A method starts anew: no request's drafts count as verified."""
+        self._has_drafted.zero_()
 
     def keep(
         self,
@@ -104,45 +146,34 @@ class LateRows:
     def choose(
         self,
         rule: LateRule,
+        step: AcceptedStep,
         *,
-        keys: Sequence[Tensor],
-        block_table: Tensor,
-        seq_lens: Tensor,
-        query_start: Tensor,
-        rows: Tensor | None,
-        num_sampled: Tensor,
-        budgets: Tensor,
         capacity: int,
-        units: Units,
-        ranking: Ranking,
         lengths: StepLengths,
-        lists: DraftLists,
+        listing: Listing,
     ) -> None:
         """Score the rows that count, and select.
 
         Args:
             rule: the method's.
-            keys: [blocks, block size, Hkv, D] view of each layer's K.
-            block_table: [B, blocks] int32.
-            seq_lens: [B] int32 tokens cached by the verify pass, its own included.
-            query_start: [B + 1] int32 of that pass.
-            rows: [B] int32 rows of each verify block, or None for every row.
-            num_sampled: [B] int32 tokens the request emitted; 0 for an incomplete prompt.
-            budgets: [B] int32 entries to keep, where the rule does not say.
+            step: what was verified and accepted.
             capacity: entries a list holds.
-            units: how list entries are addressed.
-            ranking: makes lists of scores.
             lengths: of these requests, written.
-            lists: of these requests, written up to their counts.
+            listing: has the lists, written up to these requests' counts.
         """
-        B = seq_lens.shape[0]
+        B = step.batch
         accepted_lengths(
             rule,
-            seq_lens=seq_lens,
-            query_start=query_start,
-            given_rows=rows,
-            num_sampled=num_sampled,
-            budgets=budgets,
+            seq_lens=step.seq_lens,
+            query_start=step.query_start,
+            given_rows=step.rows,
+            num_sampled=step.num_sampled,
+            budgets=step.budgets,
+            request_ids=step.request_ids,
+            is_prompt=step.is_prompt,
+            has_drafted=self._has_drafted,
+            ratio=self._ratio,
+            min_tokens=self._min_tokens,
             max_rows=self._q.shape[2],
             capacity=capacity,
             ends=self._ends[: B + 1],
@@ -151,28 +182,22 @@ class LateRows:
             counts=lengths.counts,
             tail_start=lengths.tail_start,
         )
-        for layer, k in enumerate(keys):
+        for layer, k in enumerate(step.keys):
+            codes = listing.codes(layer, 0, B)
+            assert codes is not None
             score(
                 self._q[layer, :B].flatten(0, 1),
                 k,
                 self._lse[layer, :B].flatten(0, 1),
-                block_table=block_table,
+                block_table=step.block_table,
                 query_start=self._ends[: B + 1],
                 rows=self._rows[:B],
                 candidates=lengths.candidates,
                 scale=self._scale,
                 row_set=self._all_rows,
-                codes=ranking.of_layer(layer, 0, B),
+                codes=codes,
                 in_pages=rule.in_pages,
             )
-            ranking.after_layer(
-                layer,
-                lengths=lengths,
-                block_table=block_table,
-                units=units,
-                lists=lists.entries,
-                first=0,
-            )
-        ranking.after_all(
-            lengths=lengths, block_table=block_table, units=units, lists=lists.entries
-        )
+            listing.select_layer(layer, lengths, step.block_table, first=0)
+        listing.select(lengths, step.block_table)
+        listing.append_tails(lengths, step.block_table)

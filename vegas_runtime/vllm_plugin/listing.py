@@ -15,6 +15,7 @@ from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.methods import ListSource
 from vegas_runtime.vllm_plugin.ranking import Ranking
 from vegas_runtime.vllm_plugin.triton_select import Units
+from vegas_runtime.vllm_plugin.triton_steps import append_tails
 from vegas_runtime.vllm_plugin.verification import StepLengths
 
 
@@ -51,6 +52,7 @@ class Listing:
         device: torch.device,
     ) -> None:
         self.per_head = per_head
+        self._block_size, self._tail = shape.block_size, limits.tail
         heads = shape.num_kv_heads if per_head else 1
         self._draft = draft
         self.lists: DraftLists = make_lists(
@@ -82,3 +84,51 @@ class Listing:
         """Learn how a cache's entries are addressed; see `Collector.bind`."""
         self._units = self._draft.units(k, per_head=self.per_head)
         self.block_pages = block_pages(k) if self.lists.pages is not None else 0
+
+    def codes(self, layer: int, first: int, batch: int) -> Tensor | None:
+        """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
+        return None if self.ranking is None else self.ranking.of_layer(layer, first, batch)
+
+    def select_layer(
+        self, layer: int, lengths: StepLengths, block_table: Tensor, *, first: int
+    ) -> None:
+        """Make a layer's lists, where codes of several are not kept.
+
+        Args:
+            layer: the layer scored last.
+            lengths: of these requests.
+            block_table: [B, blocks] int32 of these requests.
+            first: index of the first of them in the step.
+        """
+        assert self.ranking is not None
+        self.ranking.after_layer(
+            layer,
+            lengths=lengths,
+            block_table=block_table,
+            units=self.units,
+            lists=self.lists.entries,
+            first=first,
+        )
+
+    def select(self, lengths: StepLengths, block_table: Tensor) -> None:
+        """Make every layer's lists, unless each was made behind its layer; as `select_layer`."""
+        assert self.ranking is not None
+        self.ranking.after_all(
+            lengths=lengths,
+            block_table=block_table,
+            units=self.units,
+            lists=self.lists.entries,
+        )
+
+    def append_tails(self, lengths: StepLengths, block_table: Tensor) -> None:
+        """Write tails behind the lists, for draft attention that reads both as one."""
+        if self._draft.with_tail:
+            append_tails(
+                counts=lengths.counts,
+                tail_start=lengths.tail_start,
+                block_table=block_table,
+                block_size=self._block_size,
+                units=self.units,
+                length=self._tail,
+                lists=self.lists.entries[:, : lengths.counts.shape[0]],
+            )

@@ -13,9 +13,10 @@ from vegas_runtime.config import Rows, SpeculationConfig
 
 # scores      summed inside the verify pass, ranked behind its last layer
 # accepted    rows of the verify pass that are kept, and scored once acceptance is known
+# prompt      the last rows of the prompt, once
 # window      lengths alone, anew at each draft step
 # everything  nothing is left out
-ListSource = Literal["scores", "accepted", "window", "everything"]
+ListSource = Literal["scores", "accepted", "prompt", "window", "everything"]
 
 # Row sets that are known before acceptance, in the order of the device's flag.
 ROW_SETS: Final[tuple[Rows, ...]] = ("two", "first_middle_last", "all")
@@ -32,12 +33,15 @@ class Method:
     Attributes:
         source: what its lists come from.
         per_head: one list per KV head by its definition; of `vegas` the scope decides.
+        has_long_tail: drafts may read densely without bound: a text not yet selected from, or
+            everything generated since.
         slowed_by: what it costs beside the drafts themselves, of what another way of serving it
             would save; empty for methods at full speed.
     """
 
     source: ListSource
     per_head: bool = False
+    has_long_tail: bool = False
     slowed_by: str = ""
 
 
@@ -45,6 +49,20 @@ METHODS: Final[dict[str, Method]] = {
     "vegas": Method(source="scores"),
     "streaming_llm": Method(source="window"),
     "spec_extend": Method(source="accepted", slowed_by=_SECOND_PASS),
+    "sparse_spec": Method(
+        source="accepted",
+        per_head=True,
+        has_long_tail=True,
+        slowed_by="a second pass over K scores all rows apart by KV head, because the budget "
+        "depends on acceptance",
+    ),
+    "snapkv": Method(
+        source="prompt",
+        per_head=True,
+        has_long_tail=True,
+        slowed_by="the last 32 prompt rows run a second time when a request drafts first, outside "
+        "CUDA graphs; prefilling leaves them out where the prefix cache has them",
+    ),
     "dense": Method(source="everything"),
 }
 # What `sparse_attn_algorithm` may name; dense drafting saves nothing and is for measurements.

@@ -36,6 +36,10 @@ VERIFY_PATHS: Final = ("fused", "fused_exact", "fa3", "triton")
 _WITHOUT_SCORES: Final = ("fa3", "fused", "triton")
 DRAFT_PATHS: Final = ("kernel", "fa3", "triton")
 _VARIANT: Final = "VLLM_BATCH_INVARIANT is set, and this kernel splits its work by the batch"
+_LONG_TAIL: Final = (
+    "a method that was declared may read tails as long as the text, and page lists have room for "
+    "a few tokens behind the selected ones"
+)
 
 
 def choose_verify(
@@ -75,9 +79,21 @@ def choose_verify(
 
 
 def choose_draft(
-    asked: str, shape: AttentionShape, limits: Limits, device: torch.device
+    asked: str,
+    shape: AttentionShape,
+    limits: Limits,
+    device: torch.device,
+    *,
+    has_long_tail: bool,
 ) -> tuple[str, str]:
     """The draft attention and why.
+
+    Args:
+        asked: `auto` or a path.
+        shape: the layers.
+        limits: the largest step.
+        device: where.
+        has_long_tail: whether tails may be as long as the text.
 
     Raises:
         ConfigError: the path asked for cannot run here.
@@ -85,7 +101,7 @@ def choose_draft(
     variant = _VARIANT if is_batch_invariant() else None
     refusals = {
         "kernel": variant or why_not_kernel(shape, device),
-        "fa3": why_not_fa3(device),
+        "fa3": why_not_fa3(device) or (_LONG_TAIL if has_long_tail else None),
         "triton": variant,
     }
     return _choose("draft_attention", asked, DRAFT_PATHS, refusals)

@@ -8,7 +8,7 @@ kept per request between steps, and preemption or reordering need no care.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vegas_runtime.vllm_plugin.attention import DraftMetadata
+from vegas_runtime.vllm_plugin.attention import DraftMetadata, PromptMetadata
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_sampling import FORBIDDEN, DraftSampler
 from vegas_runtime.vllm_plugin.draft_steps import DraftSteps
 from vegas_runtime.vllm_plugin.graphs import DraftGraphs
 
-AfterAcceptance = Callable[[Any, Tensor], None]
+AfterAcceptance = Callable[[Any, Tensor, int], None]
 LayerKeys = Callable[[], list[Tensor]]
 
 
@@ -83,7 +83,7 @@ class VegasSpeculator(DraftModelSpeculator):
         Args:
             collector: has the lists.
             after_acceptance: makes those that had to wait for the accept test; called with the
-                batch and its [B] int32 tokens emitted, before the first draft step.
+                batch, its [B] int32 tokens emitted and the number of draft steps that follow.
             keys: gives each layer's K in the cache in use.
         """
         self._collector, self._after_acceptance = collector, after_acceptance
@@ -173,7 +173,7 @@ class VegasSpeculator(DraftModelSpeculator):
         graphs = self.graphs.get(self._collector.list_shape)
         graph = None if graphs is None else graphs.find(batch)
         padded = batch if graph is None or graph.num_reqs is None else graph.num_reqs
-        self._after_acceptance(input_batch, num_sampled)
+        self._after_acceptance(input_batch, num_sampled, num_drafts)
         self.draft_sampler.load(self._sampler)
         self._begin(input_batch.idx_mapping, num_sampled, padded=padded)
         for _ in range(num_drafts):
@@ -214,10 +214,8 @@ class VegasSpeculator(DraftModelSpeculator):
         metadata = DraftMetadata(
             block_table=table, seq_lens=steps.seq_lens[:batch], request_ids=steps.active[:batch]
         )
-        hidden = self._run_model(
-            batch,
-            dict.fromkeys(self._layers, metadata),
-            dict.fromkeys(self._layers, steps.slots[:batch]),
+        hidden = self.run_model(
+            steps.input_ids[:batch], steps.positions[:batch], metadata, steps.slots[:batch]
         )
         tokens = self.draft_sampler.sample(
             self.model.compute_logits(hidden),
@@ -228,20 +226,34 @@ class VegasSpeculator(DraftModelSpeculator):
         )
         steps.record(tokens, output_counts=self._counts)
 
-    def _run_model(
-        self, batch: int, metadata: Mapping[str, DraftMetadata], slots: Mapping[str, Tensor]
+    def run_model(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: DraftMetadata | PromptMetadata,
+        slots: Tensor,
     ) -> Tensor:
-        steps = self.steps
+        """Run rows through the target, every layer with the same metadata.
+
+        Args:
+            input_ids: [T] int32.
+            positions: [T] int64.
+            metadata: what attention reads.
+            slots: [T] int64 KV slots written, -1 for none.
+
+        Returns:
+            [T, hidden size].
+        """
         with set_forward_context(
-            metadata,
+            dict.fromkeys(self._layers, metadata),
             self.vllm_config,
-            num_tokens=batch,
+            num_tokens=input_ids.shape[0],
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=dict(slots),
+            slot_mapping=dict.fromkeys(self._layers, slots),
         ):
             hidden: Tensor = self.model(
-                input_ids=steps.input_ids[:batch],
-                positions=steps.positions[:batch],
+                input_ids=input_ids,
+                positions=positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )

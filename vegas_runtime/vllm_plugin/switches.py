@@ -91,7 +91,7 @@ class Switches:
     @property
     def listed_from(self) -> ListSource:
         """What buffers of lists must have room for: selected entries, unless none are selected."""
-        selected = self.sources & {"scores", "accepted"}
+        selected = self.sources & {"scores", "accepted", "prompt"}
         return "scores" if selected else self.source
 
     @property
@@ -103,6 +103,11 @@ class Switches:
     def shapes(self) -> tuple[bool, ...]:
         """Whether there is a list per KV head, for each shape of list that is ever read."""
         return tuple(sorted({self.is_per_head(name) for name in self._algorithms}))
+
+    @property
+    def has_long_tail(self) -> bool:
+        """Whether a method that may be chosen reads tails of any length."""
+        return any(METHODS[name].has_long_tail for name in self._algorithms)
 
     @property
     def named_per_head(self) -> str:

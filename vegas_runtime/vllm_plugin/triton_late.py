@@ -1,6 +1,6 @@
 """Triton: verify rows set aside until acceptance is known, and what is read with them then.
 
-`_keep_kernel` runs in every verify pass of an engine that may want its rows later, and ends at
+`_keep_rows_kernel` runs in every verify pass of an engine that may want its rows later, and ends at
 once while no method in force does. `_accepted_kernel` runs once per iteration, behind the accept
 test. Limit of both: launches; what they move is a few megabytes.
 """
@@ -19,7 +19,7 @@ _PAGE = tl.constexpr(PAGE_SIZE)
 
 
 @triton.jit
-def _keep_kernel(
+def _keep_rows_kernel(
     is_kept,
     q,
     lse,
@@ -84,7 +84,7 @@ def keep_rows(
     B, max_rows, H, D = kept_q.shape
     if B == 0:
         return
-    _keep_kernel[(B, max_rows)](
+    _keep_rows_kernel[(B, max_rows)](
         *(is_kept, q, lse, query_start, query_start if rows is None else rows, kept_q, kept_lse),
         *(q.stride(0), q.stride(1), lse.stride(0), lse.stride(1), max_rows),
         HAS_ROWS=rows is not None,
@@ -119,6 +119,11 @@ def _accepted_kernel(
     given_rows,
     num_sampled,
     budgets,
+    request_ids,
+    is_prompt,
+    has_drafted,
+    ratio,
+    min_tokens,
     ends,
     rows,
     candidates,
@@ -128,6 +133,7 @@ def _accepted_kernel(
     capacity,
     ROWS: tl.constexpr,
     IN_PAGES: tl.constexpr,
+    COUNTS_TAIL: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -144,6 +150,20 @@ def _accepted_kernel(
     if IN_PAGES:
         scored = scored // _PAGE * _PAGE
         count = tl.minimum(count // _PAGE * _PAGE, scored)
+    if COUNTS_TAIL:
+        request = tl.load(request_ids + b)
+        is_request = (request >= 0) & (length > 0)
+        before = tl.load(has_drafted + request, mask=is_request, other=0)
+        known = tl.where(tl.load(is_prompt + b) != 0, 0, before)
+        known = tl.where(own > 1, 1, known)
+        tl.store(has_drafted + request, known, mask=is_request)
+        committed = length - own + accepted + 1
+        recent = accepted + 2
+        scored = tl.where((own > 0) & (known > 0), tl.maximum(committed - recent, 0), 0)
+        # Double precision, as the policy's Python counts.
+        asked = tl.ceil(tl.load(ratio) * committed.to(tl.float64)).to(tl.int32)
+        asked = tl.maximum(asked, tl.load(min_tokens))
+        count = tl.minimum(tl.minimum(asked - recent, scored), capacity)
     tl.store(ends + b + 1, b * max_rows + last + 1)
     tl.store(rows + b, last - first + 1)
     tl.store(candidates + b, scored)
@@ -159,6 +179,11 @@ def accepted_lengths(
     given_rows: Tensor | None,
     num_sampled: Tensor,
     budgets: Tensor,
+    request_ids: Tensor,
+    is_prompt: Tensor,
+    has_drafted: Tensor,
+    ratio: Tensor,
+    min_tokens: Tensor,
     max_rows: int,
     capacity: int,
     ends: Tensor,
@@ -176,6 +201,12 @@ def accepted_lengths(
         given_rows: as `keep_rows`'s.
         num_sampled: [B] int32 tokens the request emitted; 0 for an incomplete prompt.
         budgets: [B] int32 entries to keep, where the rule does not say.
+        request_ids: [B] int32 persistent request states, -1 for padding.
+        is_prompt: [B] int32, not 0 where the pass computed prompt tokens of the request.
+        has_drafted: [requests] int32 by request state, updated where the rule asks for it: 1 once
+            a pass over drafts of the request has run.
+        ratio: float64[1], fraction of entries kept.
+        min_tokens: int32[1].
         max_rows: rows kept of a request.
         capacity: entries a list holds.
         ends: [B + 1] int32, written from 1 on: behind the last row that is summed, in rows kept.
@@ -188,9 +219,11 @@ def accepted_lengths(
         return
     _accepted_kernel[(seq_lens.shape[0],)](
         *(seq_lens, query_start, query_start if given_rows is None else given_rows),
-        *(num_sampled, budgets, ends, rows, candidates, counts, tail_start, max_rows, capacity),
+        *(num_sampled, budgets, request_ids, is_prompt, has_drafted, ratio, min_tokens),
+        *(ends, rows, candidates, counts, tail_start, max_rows, capacity),
         ROWS=rule.rows,
         IN_PAGES=rule.in_pages,
+        COUNTS_TAIL=rule.counts_tail,
         HAS_ROWS=given_rows is not None,
         num_warps=1,
     )

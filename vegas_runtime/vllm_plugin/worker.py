@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -20,7 +21,9 @@ from vegas_runtime.vllm_plugin.attention import VegasAttentionBackend, VegasAtte
 from vegas_runtime.vllm_plugin.config import PluginSettings, settings_of
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.graphs import VerifyGraphs
+from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.patches import check_hooks
+from vegas_runtime.vllm_plugin.prompt_pass import Prompts, choose_by_prompts
 from vegas_runtime.vllm_plugin.speculator import VegasSpeculator
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 from vegas_runtime.vllm_plugin.step_times import StepTimes
@@ -137,7 +140,11 @@ class VegasModelRunner(GPUModelRunner):
         if batch_desc.uniform_token_count is not None:
             # FA3's schedule of an uneven batch must be the one the graph replays.
             batch.max_query_len = batch_desc.uniform_token_count
-        self.step_inputs.load(batch.idx_mapping_np, batch.num_draft_tokens_per_req)
+        self.step_inputs.load(
+            batch.idx_mapping_np, batch.num_draft_tokens_per_req, batch.is_prefilling_np
+        )
+        if self.collector.reads_prompts:
+            self.collector.prompt_lists.drop(batch.idx_mapping_np[batch.is_prefilling_np])
         return batch
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,19 +159,48 @@ class VegasModelRunner(GPUModelRunner):
         self.step_times.mark("drafted")
         return output
 
-    def _after_acceptance(self, input_batch: Any, num_sampled: Tensor) -> None:
-        """Make the lists of methods that had to know what was accepted."""
+    def _after_acceptance(self, input_batch: Any, num_sampled: Tensor, num_drafts: int) -> None:
+        """Make the lists of methods that had to know what was accepted, or the whole prompt."""
+        if not self.collector.waits:
+            return
+        if self.collector.reads_prompts:
+            self._choose_by_prompts(input_batch, num_drafts)
         batch, inputs = input_batch.num_reqs, self.step_inputs
         seq_lens, rows = input_batch.seq_lens[:batch], inputs.rows[:batch]
         self.collector.accepted(
-            keys=self._keys,
-            block_table=self.block_tables.input_block_tables[0][:batch],
-            seq_lens=seq_lens,
-            query_start=input_batch.query_start_loc[: batch + 1],
-            num_sampled=num_sampled,
-            budgets=inputs.budgets(seq_lens, rows),
-            rows=rows,
+            AcceptedStep(
+                keys=self._keys,
+                block_table=self.block_tables.input_block_tables[0][:batch],
+                seq_lens=seq_lens,
+                query_start=input_batch.query_start_loc[: batch + 1],
+                num_sampled=num_sampled,
+                budgets=inputs.budgets(seq_lens, rows),
+                request_ids=inputs.request_ids[:batch],
+                is_prompt=inputs.is_prompt[:batch],
+                rows=rows,
+            )
         )
+
+    def _choose_by_prompts(self, input_batch: Any, num_drafts: int) -> None:
+        """Choose for requests that draft for the first time."""
+        computed = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
+        can_draft = ~input_batch.is_prefilling_np | (computed >= input_batch.prefill_len_np)
+        states, lists = input_batch.idx_mapping_np, self.collector.prompt_lists
+        rows = lists.missing(states, can_draft)
+        if rows:
+            choose_by_prompts(
+                Prompts(
+                    states=states[rows],
+                    lens=self.req_states.prompt_len.np[states[rows]],
+                    block_table=self.block_tables.input_block_tables[0][
+                        async_tensor_h2d(rows, device=self.device, dtype=torch.int64)
+                    ],
+                ),
+                lists,
+                token_ids=self.req_states.all_token_ids.gpu,
+                run_model=self.speculator.run_model,
+                num_drafts=num_drafts,
+            )
 
     @property
     def _keys(self) -> list[Tensor]:
@@ -196,6 +232,8 @@ class VegasModelRunner(GPUModelRunner):
         self.collector.set_rows(config.rows)
         self.step_inputs.ratio.fill_(config.sparsity_ratio)
         self.step_inputs.min_tokens.fill_(config.min_tokens)
+        if values:
+            self.collector.forget()
         return self.in_force()
 
     def in_force(self) -> dict[str, Any]:
