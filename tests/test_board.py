@@ -17,10 +17,11 @@ from postgres import Server
 
 from vegas_runtime.errors import StorageError, UsageError
 from vegas_tune import owner, storage
-from vegas_tune.board import Board, given_up
+from vegas_tune.board import Board
 from vegas_tune.laboratory import Failed, Measured
 from vegas_tune.plan import STEPS
 from vegas_tune.storage import open_storage, patiently, shown
+from vegas_tune.trials import given_up
 
 
 @pytest.fixture(scope="module")

@@ -395,7 +395,7 @@ def test_a_worker_sees_one_of_the_gpus_that_may_be_seen(monkeypatch: pytest.Monk
 
 def test_blocks_known_by_hash_make_the_same_plan() -> None:
     engine = ReplayEngine.open(GRID_FILE)
-    from vegas_tune.worker import _block_facts
+    from vegas_tune.worker_arms import _block_facts
 
     blocks = remote_blocks(_block_facts(engine.blocks))
     assert [block.sha256 for block in blocks] == [block.sha256 for block in engine.blocks]

@@ -19,26 +19,20 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import FloatDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from vegas_runtime.config import MAX_SPECULATIVE_TOKENS
 from vegas_runtime.errors import StorageError
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
-from vegas_tune.laboratory import MAX_RETRIES, Failed, Measured, Outcome
+from vegas_tune.laboratory import Measured, Outcome
 from vegas_tune.owner import is_dead, this_process
-from vegas_tune.plan import SPARSITY, STEPS, Point
+from vegas_tune.plan import Point
 from vegas_tune.storage import is_connection_loss, patiently
+from vegas_tune.trials import DISTRIBUTIONS, METRICS, STUDIES, facts_of, params_of, value_of
 
-# Wide enough for any plan, so that every step's plots share their axes.
-DISTRIBUTIONS: Final[dict[str, BaseDistribution]] = {
-    "num_speculative_tokens": IntDistribution(0, MAX_SPECULATIVE_TOKENS),
-    "sparsity_ratio": FloatDistribution(1e-4, 1.0, log=True),
-}
-METRICS: Final = {SPARSITY: "accepted_per_iteration"}
 _RECORD: Final = "vegas:record"
 # A claim is signed within moments, or within the longest pause of `patiently` after an outage.
 _UNOWNED_S: Final = 20.0
@@ -80,7 +74,7 @@ class Board:
     def create(cls, storage: BaseStorage, run: str) -> Self:
         """Make the run's studies, or find them."""
         board = cls(storage, run)
-        for name in (*STEPS, "places"):
+        for name in (*STUDIES, "places"):
             board._study_ids[name] = patiently(board._make_study, name)
         return board
 
@@ -125,6 +119,11 @@ class Board:
         attrs = patiently(self._storage.get_study_user_attrs, self._study_ids["places"])
         return attrs.get(name)
 
+    def facts(self, prefix: str) -> list[Any]:
+        """Every value kept under a name that begins so."""
+        attrs = patiently(self._storage.get_study_user_attrs, self._study_ids["places"])
+        return [value for name, value in sorted(attrs.items()) if name.startswith(prefix)]
+
     # ------------------------------------------------------------------ the sweep's side
 
     def post(self, point: Point, attempt: int, limit_s: float) -> None:
@@ -166,7 +165,7 @@ class Board:
         """Measurements handed back."""
         return sum(
             _RECORD in trial.system_attrs
-            for step in STEPS
+            for step in STUDIES
             for trial in patiently(self._trials, step, *_FINISHED)
         )
 
@@ -176,7 +175,7 @@ class Board:
         A worker on this host is dead when its process is; one elsewhere when its heartbeat stops.
         """
         lost = 0
-        for name in (*STEPS, "places"):
+        for name in (*STUDIES, "places"):
             for trial in patiently(self._trials, name, TrialState.RUNNING):
                 if self._has_lost_its_owner(trial) and self._fail(trial):
                     lost += 1
@@ -211,7 +210,7 @@ class Board:
         Args:
             place: only those of this place; None takes any.
         """
-        for step in STEPS:
+        for step in STUDIES:
             claimed = self._claim(
                 step, lambda trial: place is None or trial.user_attrs["place"] == place
             )
@@ -275,7 +274,7 @@ class Board:
             sampler=optuna.samplers.RandomSampler(seed=0),
             load_if_exists=True,
         )
-        if name in STEPS and not study.metric_names:
+        if name in STUDIES and not study.metric_names:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 study.set_metric_names([METRICS.get(name, "decode_tok_s")])
@@ -379,49 +378,6 @@ class Board:
 class _Claimed:
     trial_id: int
     user_attrs: Mapping[str, Any]
-
-
-# --------------------------------------------------------------------------- also of run folders
-
-
-def params_of(point: Point) -> dict[str, Any]:
-    """A point's parameters, as its trial has them."""
-    config = point.config
-    return {
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "sparsity_ratio": config.sparsity_ratio,
-    }
-
-
-def facts_of(outcome: Outcome) -> dict[str, Any]:
-    """What a finished trial says beside its value."""
-    facts: dict[str, Any] = {"cost_s": outcome.cost_s}
-    if outcome.where:
-        facts["where"] = outcome.where
-    if isinstance(outcome, Failed):
-        facts |= {"failure": outcome.kind, "reason": outcome.reason}
-    return facts
-
-
-def value_of(measured: Measured) -> float:
-    """What the step maximises; accepted tokens do not exist in plain decoding."""
-    figures = measured.figures
-    if measured.point.step != SPARSITY:
-        return figures.decode_tok_s.est
-    return figures.accepted.est if figures.accepted is not None else 0.0
-
-
-def given_up(point: Point, attempt: int, times: int) -> Failed | None:
-    """The result of a measurement that has ended its process too often; None before that."""
-    if times <= MAX_RETRIES:
-        return None
-    return Failed(
-        point=point,
-        attempt=attempt,
-        cost_s=0.0,
-        kind="killed",
-        reason=f"the process ended {times} times while measuring this.",
-    )
 
 
 def _is_of(trial: FrozenTrial, point: Point, attempt: int) -> bool:

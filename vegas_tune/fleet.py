@@ -24,9 +24,10 @@ from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, child_environment, visible_gpus
 from vegas_runtime.errors import BackendError
 from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard, as_device
-from vegas_tune.board import Board, given_up
+from vegas_tune.board import Board
 from vegas_tune.laboratory import Outcome, Store, cost_side_by_side, is_final
 from vegas_tune.plan import Plan, Point
+from vegas_tune.trials import given_up
 
 FIRST_POLL_S: Final = 0.01
 LAST_POLL_S: Final = 0.25
@@ -36,6 +37,8 @@ MAX_STARTS: Final = 4
 _TERM_S: Final = 20.0
 # How long the memory of an ended worker's GPU is waited for.
 FREE_S: Final = 20.0
+# How long workers may take to close their engines once the run is over.
+LEAVE_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +224,12 @@ class LocalWorkers:
     def pids(self) -> list[int]:
         """The living ones."""
         return [process.pid for process in self._processes.values() if process.poll() is None]
+
+    def leave(self, patience_s: float = LEAVE_S) -> None:
+        """Let the workers of a run that is over end by themselves, engines and all."""
+        deadline_s = time.monotonic() + patience_s
+        while self.pids and time.monotonic() < deadline_s:
+            time.sleep(0.05)
 
     def tend(self, num_done: int = 0) -> None:
         """Start what is not running.

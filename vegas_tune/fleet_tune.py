@@ -6,14 +6,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vegas_runtime.errors import BackendError, UsageError
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, worst
 from vegas_tune.board import Board
-from vegas_tune.evidence import RECORDS_NAME
 from vegas_tune.fleet import (
     FleetLab,
     LocalWorkers,
@@ -24,16 +24,18 @@ from vegas_tune.fleet import (
 )
 from vegas_tune.plan import Plan, gamma_ladder
 from vegas_tune.request import SweepRequest
+from vegas_tune.stock import StockFigures
 from vegas_tune.storage import open_storage, shown
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import run_sweep
-from vegas_tune.sweep_outcome import PROFILE_FILE, SweepOutcome
+from vegas_tune.sweep_outcome import SweepOutcome, publish_run
 from vegas_tune.tune import (
     first_interrupt_finishes,
     plan_sweep,
     run_folder,
     usable_ratios,
 )
+from vegas_tune.worker_arms import TUNED_INFO, use_of
 from vegas_tune.workload import Workload
 
 if TYPE_CHECKING:
@@ -80,17 +82,57 @@ def _run(
     board.reap()
     board.offer_places(num_workers)
     with ExitStack() as stack:
-        tend = _hands(stack, request, progress, board, folder, url, storage, num_workers)
+        workers, tend = _hands(stack, request, progress, board, folder, url, storage, num_workers)
         facts = _wait_for_facts(board, tend)
         plan = _plan(request, facts, num_workers)
         with RunFolder.open(folder, plan) as store:
             board.set_fact("plan", plan.to_dict())
-            lab = FleetLab(plan, board, store, lambda: tend(lab.num_fresh))
-            with first_interrupt_finishes(lab, progress):
+            lab = FleetLab(plan, board, store, lambda: tend(lab.num_fresh + other.num_fresh))
+            # Stock vLLM has a budget of its own: decisions rest on what the sweep itself spends.
+            other = FleetLab(plan, board, store, lambda: tend(lab.num_fresh + other.num_fresh))
+            stock = None
+            if facts["info"]["backend"] == "vllm":
+                stock = StockFigures(plan, store, lambda: nullcontext(other), progress)
+            with first_interrupt_finishes(_Together(lab, other), progress):
+                if stock is not None:
+                    stock.measure("before")
                 result = run_sweep(plan, lab, progress)
+                if stock is not None:
+                    stock.measure("after")
             board.set_fact("is_over", True)
-            outcome = _publish(request, result, facts, folder, store)
-    return outcome
+            memory = _end(stack, workers)
+            info = engine_info(board.fact(TUNED_INFO) or facts["info"])
+            return publish_run(
+                result,
+                info,
+                remote_blocks(facts["blocks"]),
+                facts["workload"],
+                store,
+                f"{info.backend} on {num_workers} workers",
+                progress,
+                stock=stock,
+                use=use_of(board, memory),
+            )
+
+
+class _Together:
+    """Laboratories that stop together."""
+
+    def __init__(self, *labs: FleetLab) -> None:
+        self._labs = labs
+
+    def stop_soon(self) -> None:
+        """See `tune.Stoppable`."""
+        for lab in self._labs:
+            lab.stop_soon()
+
+
+def _end(stack: ExitStack, workers: LocalWorkers | None) -> MemoryCheck:
+    """Let the workers started here end, and look for what they left on their GPUs."""
+    if workers is not None:
+        workers.leave()
+    stack.close()
+    return UNKNOWN if workers is None else worst(*workers.memory.values())
 
 
 def identity(request: SweepRequest, **more: Any) -> str:
@@ -115,8 +157,8 @@ def _hands(
     url: str,
     storage: str | None,
     num_workers: int,
-) -> Callable[[int], None]:
-    """Start workers here, or say how to start them elsewhere; what to do while waiting."""
+) -> tuple[LocalWorkers | None, Callable[[int], None]]:
+    """Start workers here, or say how to start them elsewhere; those, and what to do meanwhile."""
     if storage is None:
         workers = stack.enter_context(
             LocalWorkers(
@@ -127,7 +169,7 @@ def _hands(
                 report=progress.note,
             )
         )
-        return workers.tend
+        return workers, workers.tend
     progress.note(
         f"start {num_workers} workers, one per GPU: vegas-tune worker --storage {shown(url)} "
         f"--run {folder.name}"
@@ -138,7 +180,7 @@ def _hands(
         if missing > 0:
             progress.waiting(f"waiting for {missing} of {num_workers} workers")
 
-    return tend
+    return None, tend
 
 
 def _wait_for_facts(board: Board, tend: Callable[[int], None]) -> Mapping[str, Any]:
@@ -164,33 +206,6 @@ def _plan(request: SweepRequest, facts: Mapping[str, Any], places: int) -> Plan:
     )
     plan = plan_sweep(request, facts["info"]["model"], blocks, usable_ratios(request, workload))
     return Plan.from_dict({**plan.to_dict(), "places": places})
-
-
-def _publish(
-    request: SweepRequest,
-    result: Any,
-    facts: Mapping[str, Any],
-    folder: Path,
-    store: RunFolder,
-) -> SweepOutcome:
-    from vegas_runtime.profile import write_profile
-    from vegas_tune.publish import build_profile, creation_time
-
-    info = engine_info(facts["info"])
-    artifacts = {RECORDS_NAME: store.pack(folder / RECORDS_NAME)}
-    path = folder / PROFILE_FILE
-    profile = build_profile(
-        result,
-        info,
-        remote_blocks(facts["blocks"]),
-        facts["workload"],
-        artifacts=artifacts,
-        created=creation_time(path, artifacts),
-        rejected=store.rejected,
-    )
-    write_profile(profile, path)
-    reason = f"{info.backend} on {result.plan.places} workers"
-    return SweepOutcome(result=result, profile=profile, path=path, backend_reason=reason)
 
 
 def _request_facts(request: SweepRequest) -> dict[str, Any]:

@@ -275,12 +275,15 @@ def stock_points(plan: Plan, side: Side) -> list[list[Point]]:
 def _ratio(tops: Sequence[Measured], bottoms: Sequence[Measured]) -> Estimate | None:
     """Throughput of some passes over that of others, on the devices that made two of each."""
     groups = []
-    for place in sorted({one.point.place for one in tops}):
-        pair = [_rates(passes, place) for passes in (tops, bottoms)]
+    # A place may be taken over by another device.
+    for device in sorted({(one.point.place, one.where) for one in tops}):
+        pair = [_rates(passes, device) for passes in (tops, bottoms)]
         if min(map(len, pair)) >= 2:
             groups.append((pair[0], pair[1]))
     return blocked_ratio(groups) if groups else None
 
 
-def _rates(passes: Sequence[Measured], place: int) -> list[float]:
-    return [one.figures.decode_tok_s.est for one in passes if one.point.place == place]
+def _rates(passes: Sequence[Measured], device: tuple[int, str]) -> list[float]:
+    return [
+        one.figures.decode_tok_s.est for one in passes if (one.point.place, one.where) == device
+    ]

@@ -28,10 +28,18 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from vegas_runtime.errors import StorageError, UsageError
 from vegas_runtime.records import read_json_lines, replace_file, write_json_lines
-from vegas_tune.board import DISTRIBUTIONS, METRICS, facts_of, given_up, params_of, value_of
 from vegas_tune.evidence import outcome_from_row, outcome_to_row, pack_records
 from vegas_tune.laboratory import Failed, Measured, Outcome, is_final
-from vegas_tune.plan import STEPS, STOCK, Plan, Point
+from vegas_tune.plan import Plan, Point
+from vegas_tune.trials import (
+    DISTRIBUTIONS,
+    METRICS,
+    STUDIES,
+    facts_of,
+    given_up,
+    params_of,
+    value_of,
+)
 
 _Key = tuple[str, int]
 
@@ -198,7 +206,7 @@ class RunFolder:
         with self._writing():
             backend = JournalFileBackend(str(self._path / "study.journal"))
             self._storage = storage = JournalStorage(backend)
-            for step in (*STEPS, STOCK):
+            for step in STUDIES:
                 study = optuna.create_study(
                     study_name=step,
                     storage=storage,

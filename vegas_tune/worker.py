@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-from vegas_runtime.backend import (
-    Capacity,
-    Engine,
-    PromptBlock,
-    find_checkpoint,
-    open_backend,
-    open_vllm,
-    resolve_backend,
-)
-from vegas_runtime.config import SamplingConfig, SpeculationConfig, visible_gpus
 from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_tune.board import Board, Task
-from vegas_tune.laboratory import Failed, Performer
+from vegas_tune.laboratory import Failed
 from vegas_tune.plan import Plan
 from vegas_tune.storage import GRACE_S, HEARTBEAT_S, is_connection_loss, open_storage
-from vegas_tune.workload_spec import WorkloadSpec
-
-if TYPE_CHECKING:
-    from vegas_tune.workload import Workload
+from vegas_tune.worker_arms import Arms, Report, open_arms
 
 # Looking for work: at once after work was found, then ever more rarely.
 FIRST_POLL_S: Final = 0.01
@@ -43,29 +27,6 @@ PATIENCE_S: Final = 3600.0
 # Longer than it takes to notice that a worker on another host died.
 PLACE_WAIT_S: Final = 2.0 * GRACE_S
 _HUNG, _ORPHANED = 70, 71
-
-Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a worker tells the sweep about its engine and its prompts, plain values.
-
-    The sweep itself opens no engine and reads no text.
-
-    Attributes:
-        info: `EngineInfo`.
-        workload: `Workload.describe()`.
-        blocks: per block its hash, prompt lengths, batch size, output limit and sampling.
-        mix: share of the prompts by kind.
-        replays: times that the most used prompt is used.
-    """
-
-    info: dict[str, Any]
-    workload: dict[str, Any]
-    blocks: list[dict[str, Any]]
-    mix: dict[str, float]
-    replays: int
 
 
 def run_worker(
@@ -103,11 +64,11 @@ def run_worker(
     place, place_trial = _take_place(board)
     report(f"worker: place {place}")
     with Pulse(board, place_trial, follow=follow) as pulse:
-        engine, blocks = _open(board, model=model, data=data, device=device, report=report)
+        arms = open_arms(board, model=model, data=data, device=device, report=report)
         try:
-            return Worker(board, engine, blocks, place, place_trial, pulse, report).work()
+            return Worker(board, arms, place, place_trial, pulse, report).work()
         finally:
-            engine.close()
+            arms.close()
             board.release(place_trial)
 
 
@@ -124,114 +85,21 @@ def _take_place(board: Board) -> tuple[int, int]:
     return taken
 
 
-def _open(
-    board: Board, *, model: str | None, data: Path | None, device: str, report: Report
-) -> tuple[Engine, Sequence[PromptBlock]]:
-    """The engine and prompts that the run is about; the first worker tells the sweep of them."""
-    request = {**board.fact("request")}
-    request["model"] = model or request["model"]
-    backend, reason = resolve_backend(request["backend"])
-    report(f"backend: {reason}")
-    if backend == "vllm":
-        engine, workload = _open_vllm(request, data, report)
-    else:
-        engine, _ = open_backend(
-            backend,
-            model=request["model"],
-            max_num_speculative_tokens=request["max_gamma"],
-            dtype=request["dtype"],
-            device=device,
-            report=report,
-        )
-        if backend == "replay":
-            return _replayed(board, engine)
-        workload = _workload(request, data, engine.tokenizer, engine.info.model)
-    _tell(board, engine, workload.blocks, workload)
-    return engine, workload.blocks
-
-
-def _open_vllm(
-    request: Mapping[str, Any], data: Path | None, report: Report
-) -> tuple[Engine, Workload]:
-    """vLLM, sized for the prompts, which are therefore made first."""
-    checkpoint = find_checkpoint(request["model"], dtype=request["dtype"], report=report)
-    workload = _workload(request, data, checkpoint.tokenizer, checkpoint.facts)
-    capacity = Capacity.of(
-        workload.blocks,
-        gammas=request["gammas"],
-        ratios=request["ratios"],
-        config=SpeculationConfig.from_dict(request["base"]),
-    )
-    return open_vllm(checkpoint, capacity, report=report), workload
-
-
-def _workload(
-    request: Mapping[str, Any], data: Path | None, tokenizer: Any, model: Mapping[str, Any]
-) -> Workload:
-    from vegas_tune.workload import build_workload
-
-    values = dict(request["spec"])
-    values["sampling"] = SamplingConfig(**values["sampling"])
-    path = data or values["path"]
-    values["path"] = Path(path) if path else None
-    return build_workload(
-        WorkloadSpec(**values), tokenizer, max_model_len=model.get("max_model_len")
-    )
-
-
-def _replayed(board: Board, engine: Engine) -> tuple[Engine, Sequence[PromptBlock]]:
-    from vegas_runtime.replay import ReplayEngine
-
-    assert isinstance(engine, ReplayEngine)
-    _tell(board, engine, engine.blocks, None)
-    return engine, engine.blocks
-
-
-def _tell(
-    board: Board, engine: Engine, blocks: Sequence[PromptBlock], workload: Workload | None
-) -> None:
-    """Tell the sweep of engine and prompts, unless another worker has."""
-    if board.fact("facts") is not None:
-        return
-    facts = Facts(
-        info=asdict(engine.info),
-        workload={} if workload is None else workload.describe(),
-        blocks=_block_facts(blocks),
-        mix={} if workload is None else workload.mix,
-        replays=1 if workload is None else workload.replays,
-    )
-    board.set_fact("facts", asdict(facts))
-
-
-def _block_facts(blocks: Sequence[PromptBlock]) -> list[dict[str, Any]]:
-    return [
-        {
-            "sha256": block.sha256,
-            "prompt_lens": [len(prompt) for prompt in block.prompts],
-            "batch_size": block.batch_size,
-            "max_new_tokens": block.max_new_tokens,
-            "sampling": block.sampling.to_dict(),
-        }
-        for block in blocks
-    ]
-
-
 class Worker:
     """Measures for one place; see `run_worker`."""
 
     def __init__(
         self,
         board: Board,
-        engine: Engine,
-        blocks: Sequence[PromptBlock],
+        arms: Arms,
         place: int,
         place_trial: int,
         pulse: Pulse,
         report: Report,
     ) -> None:
         self._board = board
-        self._performer = Performer(engine, blocks, where=_where(engine))
-        self._hashes = tuple(block.sha256 for block in blocks)
+        self._arms = arms
+        self._hashes = tuple(block.sha256 for block in arms.blocks)
         self._place = place
         self._place_trial = place_trial
         self._pulse = pulse
@@ -259,9 +127,12 @@ class Worker:
                 continue
             poll_s = FIRST_POLL_S
             self._report(f"measuring {task.point.key}")
-            with self._pulse.measuring(task):
-                outcome = self._performer.perform(task.point, task.attempt, task.limit_s)
-            done += self._board.finish(task, outcome)
+            with self._pulse.holding(task):
+                # May start an engine, which is no part of the measurement.
+                performer = self._arms.performer(task.point.step)
+                with self._pulse.measuring(task):
+                    outcome = performer.perform(task.point, task.attempt, task.limit_s)
+                done += self._board.finish(task, outcome)
             idle_since_s = time.monotonic()
 
     def _check_place(self, idle_since_s: float) -> None:
@@ -308,6 +179,7 @@ class Pulse:
         self._follow = follow
         self._place_trial = place_trial
         self._task: Task | None = None
+        self._held: Task | None = None
         self._started_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -321,7 +193,16 @@ class Pulse:
         self._thread.join()
 
     @contextlib.contextmanager
-    def measuring(self, task: Task) -> Any:
+    def holding(self, task: Task) -> Iterator[None]:
+        """Show that a claimed measurement is in somebody's hands."""
+        self._held = task
+        try:
+            yield
+        finally:
+            self._held = None
+
+    @contextlib.contextmanager
+    def measuring(self, task: Task) -> Iterator[None]:
         """Watch a measurement while it runs."""
         self._started_s, self._task = time.monotonic(), task
         try:
@@ -342,8 +223,8 @@ class Pulse:
                 continue
             next_beat_s = time.monotonic() + HEARTBEAT_S
             try:
-                held = [self._place_trial] + ([task.trial_id] if task is not None else [])
-                self._board.beat(*held)
+                held = {one.trial_id for one in (task, self._held) if one is not None}
+                self._board.beat(self._place_trial, *held)
             except Exception as error:
                 # The database is away; the beat after its return counts as well.
                 if not is_connection_loss(error):
@@ -363,11 +244,3 @@ class Pulse:
         )
         self._board.finish(task, outcome)
         os._exit(_HUNG)
-
-
-def _where(engine: Engine) -> str:
-    """Name of this device among the run's, without saying which host it is."""
-    device = engine.info.device
-    which = ",".join(visible_gpus() or ())
-    text = f"{socket.gethostname()}/{device.get('class')}/{which}"
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
