@@ -74,7 +74,7 @@ def record_and_race(
         max_model_len=CONTEXT + NEW_TOKENS,
         gammas=(0, *GAMMAS),
         max_ratio=max(RATIOS),
-        config=BASE,
+        config=PLAIN,
     )
     with ThreadPoolExecutor(1) as pool:
         # While the engine starts.
