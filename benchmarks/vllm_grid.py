@@ -47,6 +47,7 @@ PLAIN = BASE.replace(rows="all")
 # and more passes tell more than longer ones.
 TOKENS_PER_REQUEST = 96
 WARM_TOKENS_PER_REQUEST = 8
+RACE_TOKENS_PER_REQUEST = 160
 SPARE_PROMPTS = 8
 # Of the time given: kept for choosing from the recording, and for the race.
 RACE_S = 45.0
@@ -301,7 +302,11 @@ def race(
         for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
             engine.configure(arms[name])
             figures = evidence.take(
-                engine, block, f"race {named(arms[name])}", replicate=_RACE_REPLICATE + number
+                engine,
+                block,
+                f"race {named(arms[name])}",
+                replicate=_RACE_REPLICATE + number,
+                tokens=RACE_TOKENS_PER_REQUEST,
             )
             found[name] = math.log(figures.decode_tok_s.est)
         logs.append(found)
