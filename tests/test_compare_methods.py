@@ -22,6 +22,7 @@ from vegas_runtime.errors import (
     NoValidTrialError,
     StorageError,
 )
+from vegas_runtime.gpu_memory import UNKNOWN
 from vegas_tune import compare_bed, compare_methods, figure_files, stock_methods
 from vegas_tune.compare_methods import CompareOutcome, CompareRequest
 from vegas_tune.method_report import small_print, verdict
@@ -121,6 +122,7 @@ class Served(SyntheticEngine):
 
     num_starts = 1
     held_s = 60.0
+    memory = UNKNOWN
 
 
 # Stock vLLM: verification takes half as long.
@@ -448,10 +450,13 @@ def test_the_fastest_may_be_one_of_vllm_s_own(session: Session) -> None:
     assert "stock vLLM, " in verdict(comparison)
 
 
-def test_a_named_draft_model_is_found_where_it_lies(session: Session) -> None:
+def test_a_named_draft_model_is_found_where_it_lies(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
     models = {"draft_model": "small", "eagle_head": "org/head"}
     found = with_own(session, shape=OWN_SHAPE, methods="vegas", gamma="2", **models)
     started = {(one.drafting.name, one.drafting.model) for one in found.session.own}
+    assert "draft_model, eagle3: up to 4 engine starts each, beyond" in capsys.readouterr().err
     # vLLM fetches a head itself: it is no model of its own.
     assert started == {("draft_model", "/models/small"), ("eagle3", "org/head")}
 

@@ -147,7 +147,7 @@ def _on_vllm(
 ) -> Iterator[Bed]:
     from vegas_tune.record_folder import RecordFolder
     from vegas_tune.stock import StockArm
-    from vegas_tune.stock_methods import OwnMethods
+    from vegas_tune.stock_methods import MAX_GAMMAS, OwnMethods
 
     refused = {method.name: refusal_by_vllm(method.base) for method in methods}
     refused = {name: why for name, why in refused.items() if why}
@@ -179,6 +179,11 @@ def _on_vllm(
             lambda drafting: start(is_stock=True, drafting=drafting),
             progress,
         )
+        if starting := [one.name for one in own if not one.reason]:
+            progress.note(
+                f"vLLM's own {', '.join(starting)}: up to {MAX_GAMMAS} engine starts each, beyond "
+                "the budget"
+            )
         results = tuple(arms.measure(one) for one in own)
         opened_s = time.monotonic()
         engine = start(is_stock=False)

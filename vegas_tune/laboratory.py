@@ -152,6 +152,16 @@ def is_final(outcome: Outcome) -> bool:
     return outcome.attempt >= MAX_RETRIES
 
 
+def settled(store: Store, point: Point) -> Outcome | None:
+    """What a point came to, from a store; None while that is open."""
+    attempt = 0
+    while (outcome := store.find(point, attempt)) is not None:
+        if is_final(outcome):
+            return outcome
+        attempt += 1
+    return None
+
+
 def attempts(point: Point, result: Callable[[Point, int], Outcome]) -> list[Outcome]:
     """Try until it works, fails for good, or has been retried often enough."""
     tried = [result(point, 0)]

@@ -23,7 +23,7 @@ from vegas_tune.laboratory import (
     Measured,
     Outcome,
     Store,
-    is_final,
+    settled,
 )
 from vegas_tune.measure import Estimate, blocked_ratio
 from vegas_tune.plan import STOCK, Plan, Point
@@ -128,7 +128,7 @@ class StockFigures:
         """
         self._progress.started(STOCK, f"stock vLLM, {side} the sweep")
         rounds = stock_points(self._plan, side)
-        stored = [self._stored(point) for points in rounds for point in points]
+        stored = [settled(self._store, point) for points in rounds for point in points]
         found = [outcome for outcome in stored if outcome is not None]
         if len(found) < len(stored):
             with self._open_lab() as lab:
@@ -162,15 +162,6 @@ class StockFigures:
 
     def _finished(self, side: Side) -> list[Measured]:
         return [one for one in self._sides.get(side, []) if isinstance(one, Measured)]
-
-    def _stored(self, point: Point) -> Outcome | None:
-        """What a point came to; None while that is open."""
-        attempt = 0
-        while (outcome := self._store.find(point, attempt)) is not None:
-            if is_final(outcome):
-                return outcome
-            attempt += 1
-        return None
 
 
 class StockEngine:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,8 +18,9 @@ from vegas_runtime.backend import ON_V1_RUNNER, PromptBlock, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError
 from vegas_tune.bench import Progress
-from vegas_tune.laboratory import Failed, Laboratory, Measured, Outcome, Store, is_final
+from vegas_tune.laboratory import Failed, Measured, Outcome, Store, settled
 from vegas_tune.plan import Plan, Point
+from vegas_tune.stock import StockEngine
 
 if TYPE_CHECKING:
     from vegas_runtime.vllm_plugin.engine import VllmEngine
@@ -112,10 +112,6 @@ class OwnMethods:
         store_of: where a method's results are kept.
         open_engine: starts stock vLLM with a method; called only when something is missing.
         progress: told what is measured.
-
-    Attributes:
-        num_starts: engine starts so far.
-        held_s: seconds they held the GPU.
     """
 
     def __init__(
@@ -131,8 +127,6 @@ class OwnMethods:
         self._store_of = store_of
         self._open_engine = open_engine
         self._progress = progress
-        self.num_starts = 0
-        self.held_s = 0.0
 
     def measure(self, method: OwnMethod) -> OwnResult:
         """Tune one method over gamma and measure it at its best.
@@ -167,20 +161,13 @@ class OwnMethods:
     def _at(self, drafting: StockMethod, store: Store) -> list[Outcome]:
         """Every pass at one gamma, from one engine start or from the store."""
         points = own_points(self._plan, drafting.config)
-        stored = [_stored(store, point) for point in points]
-        if all(outcome is not None for outcome in stored):
-            return [outcome for outcome in stored if outcome is not None]
-        started_s = time.monotonic()
-        engine = self._open_engine(drafting)
-        try:
-            load_s = time.monotonic() - started_s
-            # Beyond the budget, as stock vLLM is: what takes time here is starting engines.
-            lab = Laboratory(self._plan, engine, self._blocks, store=store, load_s=load_s)
+        stored = [settled(store, point) for point in points]
+        found = [outcome for outcome in stored if outcome is not None]
+        if len(found) == len(points):
+            return found
+        engine = StockEngine(lambda: self._open_engine(drafting))
+        with engine.session(), engine.lab(self._plan, self._blocks, store) as lab:
             return [lab.measure(point) for point in points]
-        finally:
-            engine.close()
-            self.num_starts += engine.num_starts
-            self.held_s += engine.held_s
 
     def _conclude(
         self, method: OwnMethod, found: Mapping[int, Sequence[Outcome]], reasons: Sequence[str]
@@ -250,16 +237,6 @@ def next_gamma(ladder: Sequence[int], rates: Mapping[int, float]) -> int | None:
     place = ladder.index(max(rates, key=lambda gamma: rates[gamma]))
     neighbours = [ladder[i] for i in (place - 1, place + 1) if 0 <= i < len(ladder)]
     return next((gamma for gamma in neighbours if gamma not in rates), None)
-
-
-def _stored(store: Store, point: Point) -> Outcome | None:
-    """A point's last attempt, if that ended the matter."""
-    attempt = 0
-    outcome = store.find(point, attempt)
-    while outcome is not None and not is_final(outcome):
-        attempt += 1
-        outcome = store.find(point, attempt)
-    return outcome
 
 
 def _rates(found: Mapping[int, Sequence[Outcome]]) -> dict[int, float]:
