@@ -20,7 +20,6 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin.config import (
     PluginSettings,
-    floor_warning,
     is_ours,
     read_schedule,
     schedule_at,
@@ -35,6 +34,7 @@ from vegas_runtime.vllm_plugin.graph_sizes import (
     graph_batches,
     mixed_graphs,
 )
+from vegas_runtime.vllm_plugin.setting_warnings import floor_warning
 
 RFC = {
     "method": "sparse_attn",
@@ -413,6 +413,8 @@ def test_disappointing_settings_are_printed(vllm: VllmProcess, llama: str) -> No
     assert any("raise it to 1792" in line for line in vllm.ask("warned", arguments=few))
     small = {"model": llama, "speculative_config": RFC, "cudagraph_capture_sizes": [8]}
     assert any("CUDA graphs cover 8 tokens" in line for line in vllm.ask("warned", arguments=small))
+    slow = {"model": llama, "speculative_config": {**RFC, "sparse_attn_algorithm": "spec_extend"}}
+    assert any("not run at full speed" in line for line in vllm.ask("warned", arguments=slow))
     assert vllm.ask("warned", arguments={"model": llama, "speculative_config": RFC}) == []
 
 

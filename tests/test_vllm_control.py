@@ -161,6 +161,18 @@ def test_a_ratio_without_effect_is_said() -> None:
     assert "the ratio changes nothing" in said[0]
 
 
+def test_what_slows_a_method_is_said_when_it_is_chosen() -> None:
+    core = Core(sparse_attn_algorithm_set=["spec_extend"], sparse_attn_rows_set=["last_accepted"])
+    (said,) = control.configure(core, {"algorithm": "spec_extend"})["warnings"]
+    assert said.startswith("'spec_extend' does not run at full speed")
+    assert "second pass over K" in said
+    late = {"algorithm": "vegas", "rows": "last_accepted"}
+    assert "rows 'last_accepted'" in control.configure(core, late)["warnings"][0]
+    assert control.configure(core, {"num_speculative_tokens": 0})["warnings"] == []
+    fast = {"rows": "two", "num_speculative_tokens": 6}
+    assert control.configure(core, fast)["warnings"] == []
+
+
 def test_status_tells_the_paths() -> None:
     found = control.status(Core(ranks=2))
     assert found["workers"] == [{"collection": "fa3"}] * 2

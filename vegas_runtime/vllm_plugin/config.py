@@ -295,23 +295,6 @@ def translate(values: Mapping[str, Any], *, model: str) -> tuple[dict[str, Any],
     }, settings
 
 
-def floor_warning(config: SpeculationConfig, *, max_model_len: int) -> str | None:
-    """A sentence when the floor decides what is kept at every length; None when it does not.
-
-    Args:
-        config: the setting.
-        max_model_len: longest request, in tokens.
-    """
-    longest = math.ceil(config.sparsity_ratio * max_model_len)
-    if config.num_speculative_tokens == 0 or longest > config.min_tokens:
-        return None
-    return (
-        f"a ratio of {config.sparsity_ratio:g} keeps at most {longest} of {max_model_len} tokens, "
-        f"but the floor of {config.min_tokens} tokens keeps at least as many: the ratio changes "
-        "nothing. Lower `sparse_attn_min_tokens` (`min_tokens`) or serve longer contexts."
-    )
-
-
 def check_gamma(gamma: int, gammas: Sequence[int]) -> None:
     """Refuse a gamma that was not declared at start.
 

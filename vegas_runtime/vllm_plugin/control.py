@@ -17,12 +17,12 @@ from vegas_runtime.vllm_plugin.config import (
     SCHEDULE_KEY,
     PluginSettings,
     check_gamma,
-    floor_warning,
     is_whole,
     read_schedule,
     schedule_at,
     settings_of,
 )
+from vegas_runtime.vllm_plugin.setting_warnings import setting_warnings
 
 MAX_NUM_RUNNING: Final = "max_num_running"
 
@@ -87,8 +87,7 @@ def configure(core: Any, values: Mapping[str, Any]) -> dict[str, Any]:
                 "set; what is served is not what was asked for.",
                 hint="Restart the engine.",
             )
-    warning = floor_warning(config, max_model_len=max_model_len)
-    return {**result, "warnings": [warning] if warning else []}
+    return {**result, "warnings": setting_warnings(config, max_model_len=max_model_len)}
 
 
 def in_force(core: Any) -> dict[str, Any]:

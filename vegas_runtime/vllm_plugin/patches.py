@@ -21,7 +21,6 @@ from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.vllm_plugin import control
 from vegas_runtime.vllm_plugin.config import (
     WORKER_CLASS,
-    floor_warning,
     is_ours,
     settings_of,
     translate,
@@ -29,6 +28,7 @@ from vegas_runtime.vllm_plugin.config import (
 )
 from vegas_runtime.vllm_plugin.graph_sizes import GRAPH_REQUESTS, capture_sizes
 from vegas_runtime.vllm_plugin.refusals import refuse, refuse_model
+from vegas_runtime.vllm_plugin.setting_warnings import setting_warnings
 
 SUPPORTED: Final = (0, 33)
 REQUIREMENT: Final = "vllm>=0.33,<0.34"
@@ -363,9 +363,9 @@ def _warn(config: Any) -> None:
     logger = init_logger("vllm.vegas")
     settings = settings_of(config)
     assert settings is not None
-    floor = floor_warning(settings.config, max_model_len=config.model_config.max_model_len)
-    if floor:
-        logger.warning("Vegas: %s", floor)
+    max_model_len = config.model_config.max_model_len
+    for sentence in setting_warnings(settings.config, max_model_len=max_model_len):
+        logger.warning("Vegas: %s", sentence)
     width = settings.max_num_speculative_tokens + 1
     scheduler, graphs = config.scheduler_config, config.compilation_config
     widest = scheduler.max_num_seqs * width
