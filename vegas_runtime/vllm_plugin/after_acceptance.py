@@ -99,12 +99,14 @@ class AfterAcceptance:
     def warm_up(self, keys: Sequence[Tensor]) -> None:
         """Compile what runs here for every method that may be chosen, on an idle request.
 
+        Kernels are compiled anew for addresses that no 16 bytes divide, hence every layer.
+
         Args:
             keys: [blocks, block size, Hkv, D] view of each layer's K.
         """
         idle = torch.zeros(2, dtype=torch.int32, device=self._device)
         step = AcceptedStep(
-            keys=keys[:1],
+            keys=keys,
             block_table=idle[None],
             seq_lens=idle[:1],
             query_start=idle,
