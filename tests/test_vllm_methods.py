@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_decoding import decode
+from transformers import AutoModelForCausalLM
+
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.engine.attention import register
+from vegas_runtime.engine.model import describe_model
 
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
@@ -24,21 +30,17 @@ on_each_method = pytest.mark.parametrize("name", METHODS)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines did."""
-    tests = Path(__file__).parent
+    tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("llama")
     found = subprocess.run(
-        [
-            sys.executable,
-            str(tests / "vllm_method_scenarios.py"),
-            str(tmp_path_factory.mktemp("m")),
-        ],
+        [sys.executable, str(tests / "vllm_method_scenarios.py"), str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=900,
     )
     assert found.returncode == 0, found.stderr[-4000:]
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return result | {"folder": str(folder)}
 
 
 def test_every_method_ran_in_one_engine(report: dict[str, Any]) -> None:
@@ -61,6 +63,28 @@ def test_greedy_output_is_stocks(report: dict[str, Any], name: str) -> None:
     counts = report["methods"][name]["sparse"]
     assert 0 < counts["accepted"] < counts["drafts"]
     assert report["methods"][name]["tokens"] == report["stock"]
+
+
+@on_each_method
+def test_as_many_drafts_are_accepted_as_in_the_reference_engine(
+    report: dict[str, Any], name: str
+) -> None:
+    """The same model, prompts, budget and method; there scores are float32 and nothing is paged."""
+    found = report["methods"][name]
+    config = SpeculationConfig(**found["held"], **report["sparse_setting"])
+    target = AutoModelForCausalLM.from_pretrained(
+        report["folder"], attn_implementation=register()
+    ).eval()
+    prompts = report["prompts"]
+    decoded = decode(
+        describe_model(target), prompts, config, max_new_tokens=len(report["stock"][0]), lanes=4
+    )
+    assert decoded.outputs == report["stock"]
+    drafted = sum(sum(step.num_draft_tokens) for step in decoded.steps)
+    accepted = sum(decoded.all_accepted)
+    # One byte a score, and a budget that counts no drafts behind a prompt, move single drafts.
+    assert abs(found["sparse"]["accepted"] - accepted) <= 4
+    assert abs(found["sparse"]["drafts"] - drafted) <= 9
 
 
 @on_each_method

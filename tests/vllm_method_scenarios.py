@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import vllm_bed as bed
 from vllm_scenarios import (
+    GAMMA,
     GREEDY,
     MIXED,
     NEW,
@@ -35,6 +36,11 @@ METHODS: dict[str, dict[str, str]] = {
     "snapkv": {"algorithm": "snapkv", "rows": "two"},
     "vegas": {"algorithm": "vegas", "rows": "two"},
 }
+SPARSE: dict[str, Any] = {
+    "num_speculative_tokens": GAMMA,
+    "sparsity_ratio": 0.2,
+    "min_tokens": 6,
+}
 DECLARED = {
     "sparse_attn_algorithm_set": sorted({one["algorithm"] for one in METHODS.values()}),
     "sparse_attn_rows_set": ["last_accepted", "accepted_only"],
@@ -47,7 +53,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     bed.save_tiny_llama(folder)
     stock = bed.generate(bed.start(folder), MIXED, max_tokens=NEW, **GREEDY)
-    report: dict[str, Any] = {"stock": stock, **run_methods(folder), **run_crowded(folder)}
+    report: dict[str, Any] = {"stock": stock, "prompts": MIXED, "sparse_setting": SPARSE}
+    report |= {**run_methods(folder), **run_crowded(folder)}
     sys.stdout.write(json.dumps(report))
 
 
@@ -60,10 +67,10 @@ def run_methods(folder: Path) -> dict[str, Any]:
     (worker,) = control.call(engine.llm_engine.engine_core, "vegas_status")["workers"]
     found: dict[str, Any] = {"slowed_by": worker["slowed_by"], "methods": {}}
     for name, knobs in METHODS.items():
-        configure(**knobs, sparsity_ratio=1.0, min_tokens=6)
+        configure(**knobs | SPARSE | {"sparsity_ratio": 1.0})
         with counted(engine) as everything:
             bed.generate(engine, MIXED, max_tokens=NEW, **SAMPLED)
-        held = configure(sparsity_ratio=0.2)
+        held = configure(**SPARSE)
         with counted(engine) as sparse:
             tokens = bed.generate(engine, MIXED, max_tokens=NEW, **GREEDY)
         found["methods"][name] = {
