@@ -124,7 +124,7 @@ def publish(rows: Sequence[Row], part: str, *, folder: Path) -> Path:
     """Write a part's rows in place of its earlier ones, and what both parts together say."""
 
     def is_stale(old: Mapping[str, Any]) -> bool:
-        if old["claim"] == "fastest_vs_own":
+        if old["claim"] == "fastest_vs_own" or f", part {part}: " in old["case"]:
             return True
         method = method_of(old["case"])
         return bool(method) and (method in STOCK_METHODS) == (part == "own")
@@ -200,7 +200,7 @@ class Bench:
         with (
             self._prompts() as read,
             side_by_side(self._checkpoint, [capacity], capacity) as ([stock], engine),
-            self._kept(),
+            self._kept("sparse"),
         ):
             block = block_of(read(), self._batch)
             arms: dict[str, Passes] = {}
@@ -341,7 +341,7 @@ class Bench:
         found: dict[str, dict[int, tuple[float, Passes]]] = {}
         base: list[float] = []
         try:
-            with self._prompts() as read, self._kept():
+            with self._prompts() as read, self._kept("own"):
                 for engines in self._pairs(capacity, wanted):
                     block = block_of(read(), self._batch)
                     for drafting, engine in engines:
@@ -409,7 +409,7 @@ class Bench:
             yield reading.result
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _kept(self, part: str) -> Iterator[None]:
         """Writes the passes in any case, before engines take their time to end."""
         try:
             yield
@@ -417,7 +417,8 @@ class Bench:
             self._evidence.write()
             which = ", ".join(dict.fromkeys(self._evidence.not_steady)) or "none"
             count = float(len(self._evidence.not_steady))
-            self._rows.append(row("passes_not_steady", f"{self._case}: {which}", count, "passes"))
+            case = f"{self._case}, part {part}: {which}"
+            self._rows.append(row("passes_not_steady", case, count, "passes"))
 
     def _stock(self, engine: VllmEngine, block: PromptBlock, numbers: Sequence[int]) -> list[float]:
         engine.prepare(block)

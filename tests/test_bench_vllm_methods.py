@@ -214,7 +214,12 @@ def test_both_parts_lie_in_one_file_and_are_compared_through_stock(
     assert against["low"] < against["value"] < against["high"]
     # Another run of a part that chose another setting leaves nothing of the one before.
     later = replace(own, case="b8 method=ngram, gamma 6", value=1.1, low=1.0)
+    flag = Row(claim="passes_not_steady", case="b8, part own: own ngram", value=1, low=None,
+               high=None, unit="passes")  # fmt: skip
+    publish([flag], "own", folder=tmp_path)
     document = json.loads(publish([later], "own", folder=tmp_path).read_text())
+    flagged = [row["case"] for row in document["rows"] if row["claim"] == flag.claim]
+    assert flagged == ["b8, part sparse: none"]
     cases = {row["case"] for row in document["rows"] if "ngram" in row["case"]}
     assert own.case not in cases
     assert len([row for row in document["rows"] if row["claim"] == "fastest_vs_own"]) == 1
