@@ -72,7 +72,7 @@ class Cards:
         return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch, clock=clock)
 
 
-def _sweep(model: Path, folder: Path) -> SweepOutcome:
+def _sweep(model: Path, folder: Path, *, num_threads: int = NUM_WORKERS) -> SweepOutcome:
     request = SweepRequest.from_options(
         options(
             model=str(model / "model"),
@@ -101,7 +101,7 @@ def _sweep(model: Path, folder: Path) -> SweepOutcome:
 
     threads = [
         threading.Thread(target=work, name=f"card-{number}", daemon=True)
-        for number in range(NUM_WORKERS)
+        for number in range(num_threads)
     ]
     for thread in threads:
         thread.start()
@@ -148,13 +148,13 @@ def test_every_device_is_held_against_stock_on_itself(
     assert replay_decisions(profile, outcome.path.parent).status == "ok"
 
 
-def test_the_same_command_again_measures_nothing_and_opens_nothing(
+def test_the_same_command_again_needs_no_worker(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = Cards(monkeypatch)
     first = _sweep(model, tmp_path)
     num_starts = len(cards.starts)
-    again = _sweep(model, tmp_path)
+    again = _sweep(model, tmp_path, num_threads=0)
     assert len(cards.starts) == num_starts
     assert again.profile.results == first.profile.results
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,28 @@ def test_an_interrupt_before_the_end_keeps_stock_s_passes(
     assert garage.starts == ["stock", "plugin", "plugin", "stock"]
     assert outcome.profile.results is not None
     assert outcome.profile.results.speedup_vs_stock is not None
+
+
+def test_the_first_interrupt_lets_a_pass_of_stock_vllm_finish(
+    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = VllmEngine.run
+    passes = 0
+
+    def interrupted(self: VllmEngine, *args: Any, **options: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            # In the middle of the second of three.
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(VllmEngine, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="Everything measured is kept"):
+        _sweep(model, tmp_path / "run")
+    assert passes == 2
+    assert all(child.is_ended for child in garage.children)
+    assert len(list((tmp_path / "run" / "records").glob("0-stock.*"))) == 2, "that one included"
 
 
 def test_stock_is_evidence_and_no_decision_rests_on_it(

@@ -224,7 +224,8 @@ class CellSweeps:
                 else:
                     figures.go_on(store, open_lab)
                 try:
-                    figures.measure(side)
+                    with first_interrupt_finishes(figures, self._progress):
+                        figures.measure(side)
                 except ConfigError as error:
                     self._progress.note(f"stock vLLM cannot hold this cell: {error.message}")
                     continue

@@ -101,6 +101,13 @@ class Lab(Protocol):
         """
 
 
+class StoppableLab(Lab, Protocol):
+    """A laboratory that measures, and can be asked to stop."""
+
+    def stop_soon(self) -> None:
+        """Raise KeyboardInterrupt once the measurement in progress is stored."""
+
+
 class Store(Protocol):
     """Where a laboratory keeps its results."""
 

@@ -18,10 +18,10 @@ from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, worst
 from vegas_tune.bench import Progress
 from vegas_tune.laboratory import (
     Failed,
-    Lab,
     Laboratory,
     Measured,
     Outcome,
+    StoppableLab,
     Store,
     settled,
 )
@@ -106,7 +106,7 @@ class StockFigures:
         self,
         plan: Plan,
         store: Store,
-        open_lab: Callable[[], AbstractContextManager[Lab]],
+        open_lab: Callable[[], AbstractContextManager[StoppableLab]],
         progress: Progress,
     ) -> None:
         self._plan = plan
@@ -114,8 +114,18 @@ class StockFigures:
         self._open_lab = open_lab
         self._progress = progress
         self._sides: dict[Side, list[Outcome]] = {}
+        self._lab: StoppableLab | None = None
+        self._stops_soon = False
 
-    def go_on(self, store: Store, open_lab: Callable[[], AbstractContextManager[Lab]]) -> None:
+    def stop_soon(self) -> None:
+        """Raise KeyboardInterrupt once the pass in progress is stored."""
+        self._stops_soon = True
+        if self._lab is not None:
+            self._lab.stop_soon()
+
+    def go_on(
+        self, store: Store, open_lab: Callable[[], AbstractContextManager[StoppableLab]]
+    ) -> None:
         """Use another store and laboratory from now on: those given before were closed since."""
         self._store, self._open_lab = store, open_lab
 
@@ -132,6 +142,9 @@ class StockFigures:
         found = [outcome for outcome in stored if outcome is not None]
         if len(found) < len(stored):
             with self._open_lab() as lab:
+                self._lab = lab
+                if self._stops_soon:
+                    lab.stop_soon()
                 found = [outcome for points in rounds for outcome in lab.measure_places(points)]
         self._sides[side] = found
         for outcome in found:
@@ -197,7 +210,9 @@ class StockEngine:
                 self.memory = engine.memory
 
     @contextmanager
-    def lab(self, plan: Plan, blocks: Sequence[PromptBlock], store: Store) -> Iterator[Lab]:
+    def lab(
+        self, plan: Plan, blocks: Sequence[PromptBlock], store: Store
+    ) -> Iterator[StoppableLab]:
         """A laboratory on the engine, which is started if need be.
 
         Args:

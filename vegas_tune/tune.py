@@ -116,7 +116,8 @@ def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> Swe
 
     with RunFolder.open(folder, plan) as store:
         stock = StockArm(plan, blocks, store, lambda: start(is_stock=True), progress)
-        stock.measure("before")
+        with first_interrupt_finishes(stock, progress):
+            stock.measure("before")
         opened_s = time.monotonic()
         engine = start(is_stock=False)
         try:
@@ -127,7 +128,8 @@ def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> Swe
             info = engine.info
         finally:
             engine.close()
-        stock.measure("after")
+        with first_interrupt_finishes(stock, progress):
+            stock.measure("after")
         return publish_run(
             result,
             info,
