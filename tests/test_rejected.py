@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from killable_sweep import BLOCKS, small_plan
 from synthetic import PLATEAU, SyntheticEngine
 
@@ -15,6 +16,7 @@ from vegas_runtime.errors import BackendError
 from vegas_runtime.profile import Profile, dump_profile, parse_profile
 from vegas_tune.laboratory import Failed, Laboratory
 from vegas_tune.plan import GAMMA, Point
+from vegas_tune.progress import SweepProgress
 from vegas_tune.publish import build_profile, gpu_warnings
 from vegas_tune.report import render_markdown
 from vegas_tune.study import RunFolder
@@ -112,6 +114,17 @@ def test_nothing_rejected_says_nothing(tmp_path: Path) -> None:
     assert profile.curves.dropped is None
     assert "rejected" not in render_markdown(profile)
     assert "rejected" not in profile.to_dict()["curves"]
+
+
+def test_a_point_that_was_tried_again_says_so_while_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = SyntheticEngine(PLATEAU, faults=_once(BackendError("a step took twice as long")))
+    with RunFolder.open(tmp_path, PLAN) as store:
+        lab = Laboratory(PLAN, engine, BLOCKS, store=store)
+        run_sweep(PLAN, lab, SweepProgress("again"))
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("gamma" in line and line.endswith("   try 2") for line in lines) == 1
 
 
 # ------------------------------------------------------------------ the GPU

@@ -88,7 +88,9 @@ class SweepProgress:
             shown += f"   accepted {accepted.est:.2f}" if accepted is not None else " " * 16
         else:
             shown = f"failed ({outcome.kind}): {outcome.reason}"
-        self.note(f"{where}{shown}   {spent_s:6.1f} s")
+        # Tries before this one were rejected; the report says why.
+        tries = f"   try {outcome.attempt + 1}" if outcome.attempt else ""
+        self.note(f"{where}{shown}   {spent_s:6.1f} s{tries}")
         self.waiting(f"measuring; {spent_s:.0f} s of the budget spent")
 
     def decided(self, decision: Decision) -> None:
