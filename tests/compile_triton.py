@@ -21,9 +21,11 @@ from vegas_runtime.kernels import ops
 from vegas_runtime.policies.snapkv import PROMPT_ROWS
 from vegas_runtime.vllm_plugin import paths
 from vegas_runtime.vllm_plugin.collection import Collector
+from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
-from vegas_runtime.vllm_plugin.triton_select import WHOLE_ROW
+from vegas_runtime.vllm_plugin.quest_pages import QuestPages
+from vegas_runtime.vllm_plugin.triton_select import WHOLE_ROW, Units
 
 GAMMA, BATCH = 6, 4
 COMPILED: set[str] = set()
@@ -63,6 +65,22 @@ def without_compiled_kernels() -> None:
         setattr(ops, name, lambda *_, **__: None)
 
 
+def shape_of(heads: int, kv_heads: int, head_dim: int) -> AttentionShape:
+    return AttentionShape(
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+        block_size=16,
+        scale=head_dim**-0.5,
+    )
+
+
+def limits_of(length: int) -> Limits:
+    return Limits(max_batch=BATCH, max_len=length, max_rows=GAMMA + 1, max_ratio=0.3, min_tokens=16)
+
+
 def walk(
     heads: int,
     kv_heads: int,
@@ -76,18 +94,8 @@ def walk(
     """One verify step, a prompt's scores, and one draft step."""
     device = torch.device("cpu")
     collector = Collector(
-        shape=AttentionShape(
-            num_layers=2,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=torch.bfloat16,
-            block_size=16,
-            scale=head_dim**-0.5,
-        ),
-        limits=Limits(
-            max_batch=BATCH, max_len=length, max_rows=GAMMA + 1, max_ratio=0.3, min_tokens=16
-        ),
+        shape=shape_of(heads, kv_heads, head_dim),
+        limits=limits_of(length),
         config=SpeculationConfig(num_speculative_tokens=GAMMA, sparsity_ratio=0.07, **config),
         device=device,
         ratio=torch.tensor([0.07], dtype=torch.float64),
@@ -149,6 +157,42 @@ def walk(
     collector.draft(0, q[:BATCH], k, v, block_table=table, seq_lens=lens, out=out[:BATCH])
 
 
+def walk_quest(heads: int, kv_heads: int, head_dim: int, *, length: int, per_head: bool) -> None:
+    """Bounds of one layer and of the whole cache, and one draft step's pages."""
+    device = torch.device("cpu")
+    pages = QuestPages(
+        shape_of(heads, kv_heads, head_dim),
+        limits_of(length),
+        device,
+        ratio=torch.tensor([0.07], dtype=torch.float64),
+        min_tokens=torch.tensor([16], dtype=torch.int32),
+        num_drafts=torch.tensor([GAMMA], dtype=torch.int32),
+    )
+    blocks, lists = BATCH * length // 16, kv_heads if per_head else 1
+    k = torch.zeros(blocks, 16, kv_heads, 2 * head_dim, dtype=torch.bfloat16)[..., :head_dim]
+    pages.bind(k)
+    pages.written(0, k, torch.zeros(7, dtype=torch.int64))
+    pages.rebuild(0, k)
+    lens = torch.full((BATCH,), length, dtype=torch.int32)
+    drafts = DraftLists(
+        entries=torch.zeros(2, BATCH, lists, length, dtype=torch.int32),
+        counts=torch.zeros_like(lens),
+        tail_start=torch.zeros_like(lens),
+        pages=None,
+        used=torch.zeros(BATCH * lists, dtype=torch.int32),
+    )
+    pages.begin_draft(lens, drafts)
+    pages.select(
+        0,
+        torch.zeros(BATCH, heads, head_dim, dtype=torch.bfloat16),
+        block_table=torch.arange(blocks, dtype=torch.int32).view(BATCH, -1),
+        seq_lens=lens,
+        units=Units(block=32, token=2, head=int(per_head)),
+        with_tail=per_head,
+        lists=drafts,
+    )
+
+
 if __name__ == "__main__":
     driver.set_active(NoGPU(int(sys.argv[1])))
     compile_instead_of_launching()
@@ -165,4 +209,6 @@ if __name__ == "__main__":
     walk(9, 3, 64, "fa3", "kernel", algorithm="sparse_spec")
     walk(9, 3, 64, "fa3", "kernel", algorithm="snapkv")
     walk(32, 8, 128, "fa3", "triton", algorithm="snapkv")
+    walk_quest(9, 3, 64, length=512, per_head=False)
+    walk_quest(32, 8, 128, length=131072, per_head=True)
     sys.stdout.write(" ".join(sorted(COMPILED)))

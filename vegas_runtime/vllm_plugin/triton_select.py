@@ -50,7 +50,7 @@ class Units:
 
 
 @triton.jit
-def _places(values, threshold, quota):
+def places(values, threshold, quota):
     """Which values are kept, and how many kept ones lie before each: [keep, place].
 
     Of the values at the threshold the first `quota` are kept. At most 32,768 values, so that both
@@ -105,7 +105,7 @@ def _row_kernel(
         enough = tl.sum((values >= higher).to(tl.int32), axis=0) >= wanted
         threshold = tl.where(enough, higher, threshold)
     above = tl.sum((values > threshold).to(tl.int32), axis=0)
-    keep, place = _places(values, threshold, wanted - above)
+    keep, place = places(values, threshold, wanted - above)
     block = tl.load(block_table + b * table_row + tokens // BLOCK_SIZE, mask=keep, other=0)
     unit = block * block_units + tokens % BLOCK_SIZE * token_units + head * head_units
     target = lists + layer * lists_layer + b.to(tl.int64) * lists_request + head * lists_head
@@ -231,7 +231,7 @@ def _write_kernel(
     in_row = offsets < (left + 63) // 64 * 64
     padded = tl.load(source + chunk * CHUNK + offsets, mask=in_row, other=0)
     values = tl.where(offsets < left, padded.to(tl.int32), -1)
-    keep, place = _places(values, threshold, quota - equal_before)
+    keep, place = places(values, threshold, quota - equal_before)
     place += above_before + tl.minimum(equal_before, quota)
     tokens = chunk * CHUNK + offsets
     block = tl.load(block_table + b * table_row + tokens // BLOCK_SIZE, mask=keep, other=0)
