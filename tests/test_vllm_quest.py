@@ -281,13 +281,17 @@ class Picked:
                 assert bool((lists.entries[0, b, head, max(end, count) :] == -7).all())
 
     def _compare(self, got: list[int], wanted: list[int], votes: Tensor) -> None:
-        """The same pages, but for votes that the last bit of an exponential decides."""
+        """The same pages, but for votes that nearly tie.
+
+        Bounds are sums of up to 128 products, in another order: their last bits move a vote by
+        less than 1e-4 of itself.
+        """
         if got == wanted:
             return
         pages = [sorted({p // PAGE_SIZE for p in one}) for one in (got, wanted)]
         assert [p for p in got if p % PAGE_SIZE == 0] == [p * PAGE_SIZE for p in pages[0]]
         worst = [float(votes[one].min()) for one in pages]
-        assert worst[0] == pytest.approx(worst[1], rel=1e-5)
+        assert worst[0] == pytest.approx(worst[1], rel=1e-4)
 
     def _policy(self, b: int, length: int) -> tuple[Tensor, int, Tensor]:
         this, current = self.this, torch.tensor([length - 1])
