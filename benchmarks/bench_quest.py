@@ -51,7 +51,6 @@ def bench_shape(shape: Shape, rounds: int, max_len: int) -> list[Row]:
         device,
         ratio=torch.tensor([RATIO], dtype=torch.float64, device=device),
         min_tokens=torch.tensor([256], dtype=torch.int32, device=device),
-        num_drafts=torch.tensor([GAMMA], dtype=torch.int32, device=device),
     )
     pages.bind(batch.k)
     pages.set_in_force(True)

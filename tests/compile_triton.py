@@ -166,7 +166,6 @@ def walk_quest(heads: int, kv_heads: int, head_dim: int, *, length: int, per_hea
         device,
         ratio=torch.tensor([0.07], dtype=torch.float64),
         min_tokens=torch.tensor([16], dtype=torch.int32),
-        num_drafts=torch.tensor([GAMMA], dtype=torch.int32),
     )
     blocks, lists = BATCH * length // 16, kv_heads if per_head else 1
     k = torch.zeros(blocks, 16, kv_heads, 2 * head_dim, dtype=torch.bfloat16)[..., :head_dim]

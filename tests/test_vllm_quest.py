@@ -59,7 +59,6 @@ def make_pages(
         torch.device(device),
         ratio=torch.tensor([config.sparsity_ratio], dtype=torch.float64, device=device),
         min_tokens=torch.tensor([config.min_tokens], **ints),
-        num_drafts=torch.tensor([config.num_speculative_tokens], **ints),
     )
 
 

@@ -47,7 +47,6 @@ class QuestPages:
         device: where.
         ratio: float64[1] on the device, fraction of entries kept.
         min_tokens: int32[1] on the device.
-        num_drafts: int32[1] on the device, tokens drafted in this iteration.
 
     Raises:
         ConfigError: contexts of more pages than one selection can rank, or blocks that are no
@@ -62,7 +61,6 @@ class QuestPages:
         *,
         ratio: Tensor,
         min_tokens: Tensor,
-        num_drafts: Tensor,
     ) -> None:
         most = MAX_PAGES * PAGE_SIZE
         if limits.max_len > most:
@@ -78,7 +76,9 @@ class QuestPages:
                 hint=f"Set `--block-size` to a multiple of {PAGE_SIZE}.",
             )
         self._shape, self._capacity = shape, limits.capacity
-        self._ratio, self._min_tokens, self._num_drafts = ratio, min_tokens, num_drafts
+        self._ratio, self._min_tokens = ratio, min_tokens
+        self._expected = limits.max_rows - 1
+        self._num_drafts = torch.full((1,), self._expected, dtype=torch.int32, device=device)
         parts = -(-limits.max_len // (PAGE_SIZE * SCORED_PAGES))
         size = (limits.max_batch, shape.num_heads, parts)
         self._scores = torch.zeros((*size[:2], parts * SCORED_PAGES), device=device)
@@ -95,6 +95,12 @@ class QuestPages:
     def set_in_force(self, is_in_force: bool) -> None:
         """Keep the bounds up to date from the next step on, or leave them alone."""
         self._is_in_force.fill_(int(is_in_force))
+
+    def expect(self, num_drafts: int) -> None:
+        """Size budgets for an iteration of so many drafted tokens, which captured steps read."""
+        if num_drafts != self._expected:
+            self._expected = num_drafts
+            self._num_drafts.fill_(num_drafts)
 
     def bind(self, k: Tensor) -> None:
         """Make bounds for a new, empty cache.
