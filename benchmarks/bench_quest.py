@@ -49,15 +49,14 @@ def bench_shape(shape: Shape, rounds: int, max_len: int) -> list[Row]:
             min_tokens=256,
         ),
         device,
+        is_in_force=torch.ones(1, dtype=torch.int32, device=device),
         ratio=torch.tensor([RATIO], dtype=torch.float64, device=device),
         min_tokens=torch.tensor([256], dtype=torch.int32, device=device),
     )
     pages.bind(batch.k)
-    pages.set_in_force(True)
 
     def rebuild() -> None:
-        for layer in range(LAYERS):
-            pages.rebuild(layer, batch.k)
+        pages.rebuild([batch.k] * LAYERS)
 
     rebuild()
     B = shape.batch  # noqa: N806

@@ -164,6 +164,7 @@ def walk_quest(heads: int, kv_heads: int, head_dim: int, *, length: int, per_hea
         shape_of(heads, kv_heads, head_dim),
         limits_of(length),
         device,
+        is_in_force=torch.ones(1, dtype=torch.int32),
         ratio=torch.tensor([0.07], dtype=torch.float64),
         min_tokens=torch.tensor([16], dtype=torch.int32),
     )
@@ -171,7 +172,7 @@ def walk_quest(heads: int, kv_heads: int, head_dim: int, *, length: int, per_hea
     k = torch.zeros(blocks, 16, kv_heads, 2 * head_dim, dtype=torch.bfloat16)[..., :head_dim]
     pages.bind(k)
     pages.written(0, k, torch.zeros(7, dtype=torch.int64))
-    pages.rebuild(0, k)
+    pages.rebuild([k])
     lens = torch.full((BATCH,), length, dtype=torch.int32)
     drafts = DraftLists(
         entries=torch.zeros(2, BATCH, lists, length, dtype=torch.int32),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.vllm_plugin.methods import DraftKind
 
 
 class PlainCollector:
@@ -18,10 +19,11 @@ class PlainCollector:
     reason = draft_reason = "tests"
     num_bytes = 0
     collects = True
-    list_shape = False
+    pages = None
+    list_shape = DraftKind(per_head=False, by_query=False)
+    list_shapes = (list_shape,)
     reads_prompts = False
     waits = True
-    list_shapes = (False,)
     slowed_by: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *, shape: Any, limits: Any, config: SpeculationConfig, **_: Any) -> None:

@@ -244,7 +244,7 @@ def test_algorithm_and_rows_change_while_running() -> None:
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"algorithm": "quest"}, "vegas, streaming_llm, spec_extend"),
+        ({"algorithm": "quests"}, "vegas, streaming_llm, spec_extend"),
         ({"metric": "logit"}, "one byte of attention weight"),
     ],
 )

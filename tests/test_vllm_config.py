@@ -111,7 +111,7 @@ def test_the_largest_ratio_sizes_the_buffers() -> None:
         ({"sparse_attn_max_ratio": 0.05}, "above `sparse_attn_max_ratio`"),
         ({"sparse_attn_max_ratio": 2}, "must be in"),
         ({"sparse_attn_max_ratio": "much"}, "a fraction in"),
-        ({"sparse_attn_algorithm": "quest"}, "supports vegas, streaming_llm"),
+        ({"sparse_attn_algorithm": "quests"}, "supports vegas, streaming_llm"),
         ({"sparse_attn_collection": "fa2"}, "supports auto, fused, fused_exact, fa3, triton"),
         ({"sparse_attn_draft_attention": "fa2"}, "supports auto, kernel, fa3, triton"),
         (

@@ -123,7 +123,7 @@ def test_ranks_that_disagree_are_an_error() -> None:
         ({"sparsity_ratio": 0.31}, "buffers were sized for"),
         ({"sparsity_ratio": 0}, r"must be in \(0, 1\]"),
         ({"min_tokens": 4000}, "does not fit"),
-        ({"algorithm": "quest"}, "supports vegas, streaming_llm"),
+        ({"algorithm": "quest"}, "'quest' in `sparse_attn_algorithm_set`"),
         ({"max_num_running": 0}, "1 to 8 requests fit"),
         ({"max_num_running": 9}, "1 to 8 requests fit"),
         ({"max_num_running": True}, "1 to 8 requests fit"),

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,13 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.collector_cases import DTYPE, make_config
-from tests.paged_cases import Case, Paged, make_paged
+from tests.collector_cases import (
+    DTYPE,
+    draft_oracle,
+    flash_attention_stand_in,
+    listed_positions,
+    make_collector,
+    make_config,
+    run_step,
+)
+from tests.paged_cases import OUT_TOLERANCE, Case, Paged, make_paged
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.policies.base import SelectionInput
 from vegas_runtime.policies.quest import QuestPolicy
 from vegas_runtime.policies.topk import PAGE_SIZE
+from vegas_runtime.vllm_plugin import paths
+from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.quest_pages import QuestPages, cache_share
@@ -34,7 +44,12 @@ HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
 
 
 def make_pages(
-    case: Case, config: SpeculationConfig, device: str, *, max_len: int = 0
+    case: Case,
+    config: SpeculationConfig,
+    device: str,
+    *,
+    max_len: int = 0,
+    is_in_force: Tensor | None = None,
 ) -> QuestPages:
     shape = AttentionShape(
         num_layers=LAYERS,
@@ -57,6 +72,7 @@ def make_pages(
         shape,
         limits,
         torch.device(device),
+        is_in_force=torch.zeros(1, **ints) if is_in_force is None else is_in_force,
         ratio=torch.tensor([config.sparsity_ratio], dtype=torch.float64, device=device),
         min_tokens=torch.tensor([config.min_tokens], **ints),
     )
@@ -90,10 +106,12 @@ class Engine:
             lens=(1,),
             queries=(1,),
         )
-        self.pages = make_pages(case, make_config(), self.device, max_len=1000)
+        self.is_in_force = torch.ones(1, dtype=torch.int32, device=self.device)
+        self.pages = make_pages(
+            case, make_config(), self.device, max_len=1000, is_in_force=self.is_in_force
+        )
         self.keys = [self._random(self.num_blocks, self.block_size) for _ in range(LAYERS)]
         self.pages.bind(self.keys[0])
-        self.pages.set_in_force(True)
         self.free = list(range(1, self.num_blocks))
 
     def _random(self, *size: int) -> Tensor:
@@ -225,13 +243,12 @@ def test_bounds_are_left_alone_while_another_method_drafts_and_rebuilt_on_return
     device: str,
 ) -> None:
     engine = Engine(device, 32, torch.Generator().manual_seed(1))
-    engine.pages.set_in_force(False)
+    engine.is_in_force.zero_()
     request = Request([])
     engine.write([(request, 0, 70)])
     assert bool((engine.pages.bounds(0) == 0).all())
-    engine.pages.set_in_force(True)
-    for layer, keys in enumerate(engine.keys):
-        engine.pages.rebuild(layer, keys)
+    engine.is_in_force.fill_(1)
+    engine.pages.rebuild(engine.keys)
     request.length = 70
     engine.requests.append(request)
     engine.check()
@@ -343,7 +360,7 @@ def pick(
     pages = make_pages(case, config, device)
     pages.bind(this.k)
     this.k.nan_to_num_(nan=9.0)  # the interpreter warns of a minimum of nothing but NaN
-    pages.rebuild(1, this.k)
+    pages.rebuild([this.k] * LAYERS)
     heads = case.kv_heads if config.scope == "kv_head" else 1
     B = case.batch
     ints = {"dtype": torch.int32, "device": device}
@@ -422,7 +439,7 @@ def test_lists_of_whole_contexts(
     heads, kv_heads, dim = model
     case = Case(
         heads=heads, kv_heads=kv_heads, head_dim=dim, dtype=DTYPE, layout=layout,
-        lens=(2100, 1024, 0, 1025, 40, 1), queries=(1,) * 6, gain=2.0,
+        lens=(1100, 1024, 0, 1025, 40, 1), queries=(1,) * 6, gain=2.0,
     )  # fmt: skip
     config = make_config(algorithm="quest", sparsity_ratio=0.1, min_tokens=48, scope=scope)
     pick(case, config, device=device).check()
@@ -468,3 +485,116 @@ def test_bounds_take_a_sixteenth_of_the_cache() -> None:
     cache = 2 * sum(keys.nbytes for keys in engine.keys)
     assert sum(engine.pages.bounds(layer).nbytes for layer in range(LAYERS)) == cache // 16
     assert engine.pages.num_bytes > cache // 16
+
+
+@pytest.fixture
+def flash_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(paths, "why_not_fa3", lambda device: None)
+        monkeypatch.setattr(paths, "flash_attention", lambda: flash_attention_stand_in)
+
+
+def check_drafts(collector: Collector, this: Paged, config: SpeculationConfig) -> None:
+    """One draft step of two layers, whose queries differ, against the policy's pages."""
+    pages = collector.pages
+    assert pages is not None
+    pages.rebuild([this.k] * LAYERS)
+    case = this.case
+    for layer, q in enumerate((this.q, this.q.flip(0).contiguous())):
+        out = torch.full_like(q, math.nan)
+        collector.begin_draft(block_table=this.table, seq_lens=this.lens)
+        collector.draft(
+            layer, q, this.k, this.v, block_table=this.table, seq_lens=this.lens, out=out
+        )
+        for b, length in enumerate(case.lens):
+            if length == 0:
+                continue
+            low, high = bound_plainly(this.dense_k[b])
+            current = torch.tensor([length - 1])
+            chosen = QuestPolicy(config).select(
+                SelectionInput(
+                    prefix_lens=current,
+                    committed_lens=current,
+                    current_lens=current,
+                    page_low=low[None].cpu(),
+                    page_high=high[None].cpu(),
+                    query=q[b : b + 1].cpu(),
+                )
+            )
+            assert chosen is not None
+            listed = [[p for p in row if p >= 0] for row in chosen.positions[0].tolist()]
+            truth = draft_oracle(this, q, b, listed, int(chosen.tail_starts[0]), length)
+            error = float((out[b].double() - truth).norm() / truth.norm())
+            assert error <= OUT_TOLERANCE[case.dtype], f"layer {layer}, request {b}: {error:.1e}"
+
+
+@on_each_device
+@pytest.mark.usefixtures("flash_attention_on_cpu")
+@pytest.mark.parametrize("draft_path", paths.DRAFT_PATHS)
+@pytest.mark.parametrize(
+    ("layout", "scope", "block_size"),
+    [("interleaved", "layer", 16), ("interleaved", "kv_head", 32), ("hnd", "kv_head", 16)],
+)
+def test_drafts_read_the_policys_pages_and_the_tail(
+    device: str, draft_path: str, layout: str, scope: str, block_size: int
+) -> None:
+    case = Case(
+        dtype=DTYPE, lens=(170, 64, 0, 33, 1), queries=(1,) * 5, gain=2.0, layout=layout,
+        block_size=block_size,
+    )  # fmt: skip
+    config = make_config(algorithm="quest", sparsity_ratio=0.4, min_tokens=16, scope=scope)
+    this = make_paged(case, torch.device(device))
+    this.k.nan_to_num_(nan=9.0)
+    collector = make_collector(case, config, path="triton", draft_path=draft_path, device=device)
+    collector.bind(this.k)
+    assert not collector.collects
+    check_drafts(collector, this, config)
+
+
+@on_each_device
+@pytest.mark.usefixtures("flash_attention_on_cpu")
+@pytest.mark.parametrize("draft_path", paths.DRAFT_PATHS)
+def test_one_collector_changes_between_vegas_and_quest(device: str, draft_path: str) -> None:
+    case = Case(dtype=DTYPE, lens=(170, 40, 0, 33), queries=(4, 1, 0, 2), gain=2.0)
+    config = make_config(sparsity_ratio=0.4, min_tokens=16)
+    collector = make_collector(
+        case, config, path="triton", draft_path=draft_path, device=device, algorithms=("quest",)
+    )
+    assert [kind.by_query for kind in collector.list_shapes] == [False, True]
+    expected: list[list[list[int]]] = []
+    for algorithm in ("vegas", "quest", "vegas"):
+        collector.set_algorithm(algorithm)
+        assert collector.algorithm == algorithm
+        step = run_step(
+            case, config, path="triton", draft_path=draft_path, device=device, collector=collector
+        )
+        if algorithm == "quest":
+            assert collector.list_shape.by_query
+            step.this.k.nan_to_num_(nan=9.0)
+            this = replace(step.this, q=step.this.q[: case.batch])
+            check_drafts(collector, this, config.replace(algorithm="quest"))
+        else:
+            lists = [row for b in (0, 1, 3) for row in listed_positions(step, 1, b)]
+            expected = expected or lists
+            assert lists == expected
+
+
+def test_what_slows_quest_is_said() -> None:
+    case = Case(dtype=DTYPE, lens=(20,), queries=(1,))
+    collector = make_collector(case, make_config(algorithm="quest"), path="triton")
+    assert "its own query" in collector.slowed_by["quest"]
+
+
+def test_budgets_follow_the_number_of_drafts() -> None:
+    case = Case(dtype=DTYPE, lens=(96,), queries=(1,))
+    # Half of 95 tokens, the drafts and one more: 65 entries with 33 drafts, 50 with 3.
+    config = make_config(algorithm="quest", sparsity_ratio=0.5, min_tokens=1)
+    collector = make_collector(case, config.replace(num_speculative_tokens=33), path="triton")
+    this = make_paged(case, torch.device("cpu"))
+    collector.bind(this.k)
+    assert collector.pages is not None
+    for num_drafts in (33, 3):
+        collector.pages.expect(num_drafts)
+        collector.begin_draft(block_table=this.table, seq_lens=this.lens)
+        kept = config.replace(num_speculative_tokens=num_drafts).kv_budget(95)
+        assert int(collector.selected(0, 1)[1][0]) == (kept // PAGE_SIZE - 1) * PAGE_SIZE

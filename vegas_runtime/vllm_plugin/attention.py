@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import (
@@ -201,6 +202,31 @@ class VegasAttentionImpl(FlashAttentionImpl):
             return stock
         return self._verify(query, kv_cache, attn_metadata, verification, output)
 
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write a pass's keys and values, and let Quest's bounds follow.
+
+        Args:
+            layer: the attention layer.
+            key: [T, Hkv, D], padding included.
+            value: likewise.
+            kv_cache: [blocks, Hkv, block size, 2 D].
+            slot_mapping: int64, one a token, negative for none.
+        """
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        collector = self.collector
+        if collector is None or collector.pages is None:
+            return
+        # Draft graphs are captured per method, verification's are not.
+        if collector.list_shape.by_query or not _is_draft(layer):
+            collector.pages.written(self.layer_index, self._views(kv_cache)[0], slot_mapping)
+
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = kv_cache.transpose(1, 2).tensor_split(2, dim=-1)
         return (
@@ -365,3 +391,9 @@ class VegasAttentionImpl(FlashAttentionImpl):
             query_start=query_start,
             first=first,
         )
+
+
+def _is_draft(layer: Any) -> bool:
+    """Whether the pass that runs is a draft step."""
+    metadata = get_forward_context().attn_metadata
+    return isinstance(metadata, dict) and isinstance(metadata.get(layer.layer_name), DraftMetadata)

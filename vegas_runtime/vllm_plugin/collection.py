@@ -29,8 +29,9 @@ from vegas_runtime.vllm_plugin.after_acceptance import AfterAcceptance
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.listing import Listing
-from vegas_runtime.vllm_plugin.methods import ROW_SETS
+from vegas_runtime.vllm_plugin.methods import ROW_SETS, DraftKind
 from vegas_runtime.vllm_plugin.prompt_lists import PromptLists
+from vegas_runtime.vllm_plugin.quest_pages import QuestPages
 from vegas_runtime.vllm_plugin.switches import Switches
 from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.triton_steps import (
@@ -62,6 +63,7 @@ class Collector:
         draft_path: the draft attention taken.
         draft_reason: why that one.
         max_budget: entries a list holds.
+        pages: Quest's bounds, None where no method needs them.
         num_bytes: memory held, for the engine's memory profile.
 
     Raises:
@@ -143,7 +145,7 @@ class Collector:
             )
             for per_head in switches.shapes
         }
-        self._listing = self._listings[switches.per_head]
+        self.use_lists(switches.kind)
         self._after = AfterAcceptance(
             shape,
             limits,
@@ -154,12 +156,23 @@ class Collector:
             min_tokens=self._min_tokens,
             device=self._device,
         )
+        self.pages: QuestPages | None = None
+        if "query" in switches.sources:
+            self.pages = QuestPages(
+                shape,
+                limits,
+                self._device,
+                is_in_force=switches.bounded,
+                ratio=self._ratio,
+                min_tokens=self._min_tokens,
+            )
 
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
         held = 5 * self._lengths.rows.nbytes
         held += sum(listing.num_bytes for listing in self._listings.values())
+        held += 0 if self.pages is None else self.pages.num_bytes
         parts = (self._after, self._verify, self._draft)
         return held + sum(part.num_bytes for part in parts)
 
@@ -184,14 +197,14 @@ class Collector:
         return self._switches.slowed_by
 
     @property
-    def list_shapes(self) -> tuple[bool, ...]:
-        """Shapes of lists that drafts are captured for: whether there is one per KV head."""
-        return tuple(self._listings)
+    def list_shapes(self) -> tuple[DraftKind, ...]:
+        """What drafts are captured for: shapes of lists, and whether the query lists pages."""
+        return self._switches.kinds
 
     @property
-    def list_shape(self) -> bool:
-        """Shape of the lists that the next draft step reads."""
-        return self._listing.per_head
+    def list_shape(self) -> DraftKind:
+        """That of the next draft step."""
+        return self._kind
 
     @property
     def waits(self) -> bool:
@@ -208,9 +221,9 @@ class Collector:
         """What such a method holds of every request."""
         return self._after.prompt_lists
 
-    def use_lists(self, per_head: bool) -> None:
-        """Let draft steps read lists of that shape, one of `list_shapes`."""
-        self._listing = self._listings[per_head]
+    def use_lists(self, kind: DraftKind) -> None:
+        """Let draft steps run as one of `list_shapes`."""
+        self._kind, self._listing = kind, self._listings[kind.per_head]
 
     def set_algorithm(self, algorithm: str) -> None:
         """Draft with another method from the next step on.
@@ -220,7 +233,7 @@ class Collector:
         """
         is_new = algorithm != self._switches.held
         self._switches.set_algorithm(algorithm)
-        self.use_lists(self._switches.per_head)
+        self.use_lists(self._switches.kind)
         if is_new:
             self.forget()
 
@@ -258,7 +271,7 @@ class Collector:
             )
 
     def bind(self, k: Tensor) -> None:
-        """Learn how a cache's entries are addressed; only its strides are kept.
+        """Learn how a cache's entries are addressed; only its strides and size are kept.
 
         Args:
             k: [blocks, block size, Hkv, D] view of any layer's K.
@@ -268,6 +281,8 @@ class Collector:
         """
         for listing in self._listings.values():
             listing.bind(k)
+        if self.pages is not None:
+            self.pages.bind(k)
 
     def begin_step(
         self,
@@ -444,7 +459,10 @@ class Collector:
         B = seq_lens.shape[0]
         listing = self._listing
         lists = listing.lists.first(B)
-        if lists.pages is not None:
+        if self._kind.by_query:
+            assert self.pages is not None
+            self.pages.begin_draft(seq_lens, lists)
+        elif lists.pages is not None:
             window_lists(
                 seq_lens=seq_lens,
                 ratio=self._ratio,
@@ -502,6 +520,17 @@ class Collector:
         """
         B = seq_lens.shape[0]
         lists = self._listing.lists.first(B)
+        if self._kind.by_query:
+            assert self.pages is not None
+            self.pages.select(
+                layer,
+                q,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                units=self.units,
+                with_tail=self._draft.with_tail,
+                lists=lists,
+            )
         self._draft.attend(
             q,
             k,

@@ -80,11 +80,13 @@ def make_lists(
     B = limits.max_batch
     ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
     pages = None
-    if source == "scores":
+    if source in ("scores", "query"):
         # A window, if switched to, rounds up to whole pages at both ends, after a page of sinks.
         room = max(limits.tail, 3 * KV_BLOCK_SIZE) if with_tail else 0
         width = max(limits.capacity + room, KV_BLOCK_SIZE)
-        entries = torch.zeros((num_layers, B, heads, width), **ints)
+        # What a query picks is read at once, so that every layer may write the same list.
+        layers = 1 if source == "query" else num_layers
+        entries = torch.zeros((layers, B, heads, width), **ints)
     else:
         most = limits.max_len if source == "everything" else limits.capacity
         pages = torch.zeros((B, 2 + -(-most // KV_BLOCK_SIZE)), **ints)

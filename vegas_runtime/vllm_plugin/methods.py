@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from vegas_runtime.config import Rows, SpeculationConfig
 
@@ -15,15 +15,32 @@ from vegas_runtime.config import Rows, SpeculationConfig
 # accepted    rows of the verify pass that are kept, and scored once acceptance is known
 # prompt      the last rows of the prompt, once
 # window      lengths alone, anew at each draft step
+# query       bounds of each page's keys and the draft step's own query, anew at each draft step
 # everything  nothing is left out
-ListSource = Literal["scores", "accepted", "prompt", "window", "everything"]
+ListSource = Literal["scores", "accepted", "prompt", "window", "query", "everything"]
 
 # Row sets that are known before acceptance, in the order of the device's flag.
 ROW_SETS: Final[tuple[Rows, ...]] = ("two", "first_middle_last", "all")
 # Row sets that are not.
 LATE_ROWS: Final[tuple[Rows, ...]] = ("last_accepted", "accepted_only")
 
+_PER_STEP: Final = (
+    "every layer of every draft step selects for its own query: two more kernels, and bounds of "
+    "all pages are read, a sixteenth of the KV cache"
+)
 _SECOND_PASS: Final = "a second pass over K scores the rows, because acceptance decides which"
+
+
+class DraftKind(NamedTuple):
+    """What a draft step's graph is captured for.
+
+    Attributes:
+        per_head: lists are one per KV head.
+        by_query: each layer lists pages for the step's own query before it attends.
+    """
+
+    per_head: bool
+    by_query: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +80,7 @@ METHODS: Final[dict[str, Method]] = {
         slowed_by="the last 32 prompt rows run a second time when a request drafts first, outside "
         "CUDA graphs; prefilling leaves them out where the prefix cache has them",
     ),
+    "quest": Method(source="query", slowed_by=_PER_STEP),
     "dense": Method(source="everything"),
 }
 # What `sparse_attn_algorithm` may name; dense drafting saves nothing and is for measurements.

@@ -11,7 +11,7 @@ are made with the cache, once its size is known; `cache_share` leaves room for t
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +31,6 @@ from vegas_runtime.vllm_plugin.triton_quest import (
 )
 from vegas_runtime.vllm_plugin.triton_select import Units
 
-# What `vegas_status` says of an engine that drafts with Quest.
-SLOWED_BY: Final = (
-    "Quest selects in every layer of every draft step, for that step's own query: two more kernels "
-    "a layer, and bounds of every page are read, as much as 6 % of the KV cache."
-)
-
 
 class QuestPages:
     """Bounds, and the scratch memory of one layer's selection.
@@ -45,6 +39,7 @@ class QuestPages:
         shape: the layers that draft sparsely.
         limits: the largest step.
         device: where.
+        is_in_force: int32[1] on the device; 0 leaves the bounds alone.
         ratio: float64[1] on the device, fraction of entries kept.
         min_tokens: int32[1] on the device.
 
@@ -59,6 +54,7 @@ class QuestPages:
         limits: Limits,
         device: torch.device,
         *,
+        is_in_force: Tensor,
         ratio: Tensor,
         min_tokens: Tensor,
     ) -> None:
@@ -83,7 +79,7 @@ class QuestPages:
         size = (limits.max_batch, shape.num_heads, parts)
         self._scores = torch.zeros((*size[:2], parts * SCORED_PAGES), device=device)
         self._parts = torch.zeros((*size, 2), device=device)
-        self._is_in_force = torch.zeros(1, dtype=torch.int32, device=device)
+        self._is_in_force = is_in_force
         self._bounds: Tensor | None = None
 
     @property
@@ -91,10 +87,6 @@ class QuestPages:
         """Memory held, the bounds once there is a cache."""
         held = self._scores.nbytes + self._parts.nbytes
         return held + (0 if self._bounds is None else self._bounds.nbytes)
-
-    def set_in_force(self, is_in_force: bool) -> None:
-        """Keep the bounds up to date from the next step on, or leave them alone."""
-        self._is_in_force.fill_(int(is_in_force))
 
     def expect(self, num_drafts: int) -> None:
         """Size budgets for an iteration of so many drafted tokens, which captured steps read."""
@@ -113,6 +105,11 @@ class QuestPages:
         self._bounds = None  # freed before the next ones are made
         self._bounds = k.new_zeros(self._shape.num_layers, pages, heads, 2, dim)
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a cache yet."""
+        return self._bounds is not None
+
     def bounds(self, layer: int) -> Tensor:
         """[pages, Hkv, 2, D] of a layer: minima, then maxima, in the dtype of the cache."""
         assert self._bounds is not None, "bind() comes before the first step"
@@ -126,12 +123,17 @@ class QuestPages:
             k: [blocks, block size, Hkv, D] view of the layer's K.
             slots: [T] int64, negative for none.
         """
-        if self._bounds is not None:
+        if self.is_bound:
             bound_written(k, slots=slots, is_needed=self._is_in_force, bounds=self.bounds(layer))
 
-    def rebuild(self, layer: int, k: Tensor) -> None:
-        """Bound whatever a layer's cache holds; arguments as in `written`."""
-        bound_every_page(k, bounds=self.bounds(layer))
+    def rebuild(self, keys: Sequence[Tensor]) -> None:
+        """Bound whatever the cache holds, for a method that nobody followed the cache for.
+
+        Args:
+            keys: [blocks, block size, Hkv, D] view of each layer's K.
+        """
+        for layer, k in enumerate(keys):
+            bound_every_page(k, bounds=self.bounds(layer))
 
     def begin_draft(self, seq_lens: Tensor, lists: DraftLists) -> None:
         """Say how much each request reads, once per draft step.

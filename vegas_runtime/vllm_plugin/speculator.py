@@ -23,6 +23,7 @@ from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_sampling import FORBIDDEN, DraftSampler
 from vegas_runtime.vllm_plugin.draft_steps import DraftSteps
 from vegas_runtime.vllm_plugin.graphs import DraftGraphs
+from vegas_runtime.vllm_plugin.methods import DraftKind
 
 AfterAcceptance = Callable[[Any, Tensor, int], None]
 LayerKeys = Callable[[], list[Tensor]]
@@ -50,7 +51,7 @@ class VegasSpeculator(DraftModelSpeculator):
             logits=self.draft_logits,
             use_fp64=self.use_fp64_gumbel,
         )
-        self.graphs: dict[bool, DraftGraphs] = {}
+        self.graphs: dict[DraftKind, DraftGraphs] = {}
         self.attn_groups: list[Any] = []
         self._sampler: Any = None
         self._requests: Any = None
@@ -174,6 +175,8 @@ class VegasSpeculator(DraftModelSpeculator):
         graph = None if graphs is None else graphs.find(batch)
         padded = batch if graph is None or graph.num_reqs is None else graph.num_reqs
         self._after_acceptance(input_batch, num_sampled, num_drafts)
+        if self._collector.pages is not None:
+            self._collector.pages.expect(num_drafts)
         self.draft_sampler.load(self._sampler)
         self._begin(input_batch.idx_mapping, num_sampled, padded=padded)
         for _ in range(num_drafts):

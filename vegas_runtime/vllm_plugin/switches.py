@@ -17,6 +17,7 @@ from vegas_runtime.vllm_plugin.methods import (
     LATE_ROWS,
     METHODS,
     ROW_SETS,
+    DraftKind,
     ListSource,
     declared_algorithms,
     declared_rows,
@@ -42,6 +43,7 @@ class Switches:
         unscored: [1] int32, 0 while a verify pass sums scores.
         window: [1] int32, 0 while drafts read selected lists.
         kept: [1] int32, 1 while verify rows are kept until acceptance is known.
+        bounded: [1] int32, 1 while pages are picked by the draft step's query.
         row_set: [1] int32 index into `ROW_SETS`.
         source: what lists come from now.
         held: the method in force, as last set.
@@ -70,9 +72,9 @@ class Switches:
         }
         if len(self._algorithms) > 1 and "everything" in self.sources:
             raise ConfigError("'dense' was declared beside other methods; it runs alone.")
-        flags = torch.zeros(6, dtype=torch.int32, device=device)
-        self._algorithm_flag, self._rows_flag, *rest = (flags[i : i + 1] for i in range(6))
-        self.unscored, self.window, self.kept, self.row_set = rest
+        flags = torch.zeros(7, dtype=torch.int32, device=device)
+        self._algorithm_flag, self._rows_flag, *rest = (flags[i : i + 1] for i in range(7))
+        self.unscored, self.window, self.kept, self.bounded, self.row_set = rest
         self.source: ListSource
         self.held: str
         self.held_rows: Rows
@@ -91,8 +93,9 @@ class Switches:
     @property
     def listed_from(self) -> ListSource:
         """What buffers of lists must have room for: selected entries, unless none are selected."""
-        selected = self.sources & {"scores", "accepted", "prompt"}
-        return "scores" if selected else self.source
+        if self.sources & {"scores", "accepted", "prompt"}:
+            return "scores"
+        return "query" if "query" in self.sources else self.source
 
     @property
     def per_head(self) -> bool:
@@ -108,6 +111,20 @@ class Switches:
     def has_long_tail(self) -> bool:
         """Whether a method that may be chosen reads tails of any length."""
         return any(METHODS[name].has_long_tail for name in self._algorithms)
+
+    @property
+    def kind(self) -> DraftKind:
+        """What a draft step of the method in force runs."""
+        return self._kind(self.held)
+
+    @property
+    def kinds(self) -> tuple[DraftKind, ...]:
+        """What draft steps ever run."""
+        return tuple(sorted({self._kind(name) for name in self._algorithms}))
+
+    def _kind(self, algorithm: str) -> DraftKind:
+        by_query = METHODS[algorithm].source == "query"
+        return DraftKind(per_head=self.is_per_head(algorithm), by_query=by_query)
 
     @property
     def named_per_head(self) -> str:
@@ -130,7 +147,7 @@ class Switches:
         A window means the same in either shape, so it takes the one that other methods need.
         """
         method = METHODS[algorithm]
-        if method.source == "scores":
+        if method.source in ("scores", "query"):
             return self.scores_per_head
         if method.source == "window":
             others = [name for name in self._algorithms if METHODS[name].source != "window"]
@@ -192,6 +209,7 @@ class Switches:
         self.unscored.fill_(int(source != "scores"))
         self.window.fill_(int(source in ("window", "everything")))
         self.kept.fill_(int(source == "accepted"))
+        self.bounded.fill_(int(source == "query"))
         self.row_set.fill_(ROW_SETS.index(rows) if rows in ROW_SETS else 0)
 
 

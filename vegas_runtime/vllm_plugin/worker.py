@@ -24,6 +24,7 @@ from vegas_runtime.vllm_plugin.graphs import VerifyGraphs
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.patches import check_hooks
 from vegas_runtime.vllm_plugin.prompt_pass import Prompts, choose_by_prompts
+from vegas_runtime.vllm_plugin.quest_pages import cache_share
 from vegas_runtime.vllm_plugin.speculator import VegasSpeculator
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 from vegas_runtime.vllm_plugin.step_times import StepTimes
@@ -228,13 +229,22 @@ class VegasModelRunner(GPUModelRunner):
         )
         self._check_fixed(config)
         self.collector.check_budget(config.sparsity_ratio, config.min_tokens)
+        was_quest = self.collector.list_shape.by_query
         self.collector.set_algorithm(config.algorithm)
+        if self.collector.list_shape.by_query and not was_quest:
+            self._bound_everything()
         self.collector.set_rows(config.rows)
         self.step_inputs.ratio.fill_(config.sparsity_ratio)
         self.step_inputs.min_tokens.fill_(config.min_tokens)
         if values:
             self.collector.forget()
         return self.in_force()
+
+    def _bound_everything(self) -> None:
+        """Bound the pages that nobody bounded while another method was in force."""
+        pages = self.collector.pages
+        if pages is not None and pages.is_bound:
+            pages.rebuild(self._keys)
 
     def in_force(self) -> dict[str, Any]:
         """The device's settings."""
@@ -301,6 +311,12 @@ class VegasWorker(Worker):
             f"{VegasAttentionBackend.__module__}.{VegasAttentionBackend.__qualname__}",
         )
         return VegasModelRunner(self.vllm_config, self.device)
+
+    def determine_available_memory(self) -> int:
+        """Memory for the KV cache; Quest's bounds are made with it, and out of the same."""
+        available: int = super().determine_available_memory()
+        has_bounds = self.model_runner.collector.pages is not None
+        return cache_share(available) if has_bounds else available
 
     def vegas_configure(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """See `VegasModelRunner.configure`."""

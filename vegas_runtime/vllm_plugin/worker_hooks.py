@@ -23,6 +23,11 @@ WORKER_HOOKS: Final = (
         parameters=("self",),
     ),
     Hook(
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        reason="bounds of the cache's pages take their part of what it returns",
+        parameters=("self",),
+    ),
+    Hook(
         target=f"{_RUNNER}.__init__",
         reason="makes the speculator that is replaced",
         parameters=("self", "vllm_config", "device"),
@@ -162,6 +167,11 @@ WORKER_HOOKS: Final = (
             "output_scale",
             "output_block_scale",
         ),
+    ),
+    Hook(
+        target=f"{_FLASH}:FlashAttentionImpl.do_kv_cache_update",
+        reason="every pass writes its keys here, before it attends; their bounds follow",
+        parameters=("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
     Hook(
         target=f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__",
