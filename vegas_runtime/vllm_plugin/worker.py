@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,17 @@ class VegasModelRunner(GPUModelRunner):
         )
         layer = self.compilation_config.static_forward_context[groups[0].layer_names[0]]
         self.collector.bind(_key_view(layer.kv_cache))
+
+    def profile_cudagraph_memory(self) -> int:
+        """Estimate what graphs will take, and drop the draft graphs captured for it.
+
+        vLLM drops those it finds among the speculator's attributes; several kinds lie in a dict.
+        """
+        estimate: int = super().profile_cudagraph_memory()
+        self.speculator.graphs = {}
+        gc.collect()
+        torch.accelerator.empty_cache()
+        return estimate
 
     @torch.inference_mode()
     def capture_model(self, **kwargs: Any) -> int:

@@ -45,6 +45,11 @@ WORKER_HOOKS: Final = (
         uses=("cudagraph_manager", "attn_groups", "set_attn", "init_cudagraph_manager"),
     ),
     Hook(
+        target=f"{_RUNNER}.profile_cudagraph_memory",
+        reason="captures draft graphs that must not outlive it",
+        parameters=("self",),
+    ),
+    Hook(
         target=f"{_RUNNER}.capture_model",
         reason="runs every graph once before capturing it, which is where a kernel may not end",
         parameters=("self", "profile_only"),
