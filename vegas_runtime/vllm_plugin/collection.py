@@ -34,11 +34,7 @@ from vegas_runtime.vllm_plugin.prompt_lists import PromptLists
 from vegas_runtime.vllm_plugin.quest_pages import QuestPages
 from vegas_runtime.vllm_plugin.switches import Switches
 from vegas_runtime.vllm_plugin.triton_select import Units
-from vegas_runtime.vllm_plugin.triton_steps import (
-    draft_lengths,
-    step_lengths,
-    window_lists,
-)
+from vegas_runtime.vllm_plugin.triton_steps import step_lengths
 from vegas_runtime.vllm_plugin.verification import EngineCall, Scoring, StepLengths
 
 
@@ -462,35 +458,14 @@ class Collector:
         if self._kind.by_query:
             assert self.pages is not None
             self.pages.begin_draft(seq_lens, lists)
-        elif lists.pages is not None:
-            window_lists(
-                seq_lens=seq_lens,
-                ratio=self._ratio,
-                min_tokens=self._min_tokens,
-                dense=self._switches.source == "everything",
-                block_table=block_table,
-                block_size=self._shape.block_size,
-                block_pages=listing.block_pages,
-                slots=lists.entries[0],
-                counts=lists.counts,
-                tail_start=lists.tail_start,
-                pages=lists.pages,
-                used=lists.used,
-            )
         else:
-            draft_lengths(
-                seq_lens=seq_lens,
-                algorithm=self._switches.window,
+            listing.begin_draft(
+                seq_lens,
+                block_table=block_table,
+                window=self._switches.window,
+                is_dense=self._switches.source == "everything",
                 ratio=self._ratio,
                 min_tokens=self._min_tokens,
-                block_table=block_table,
-                block_size=self._shape.block_size,
-                units=listing.units,
-                with_tail=self._draft.with_tail,
-                lists=lists.entries,
-                counts=lists.counts,
-                tail_start=lists.tail_start,
-                used=lists.used,
             )
         self._draft.begin(lists, seq_lens)
 

@@ -15,7 +15,7 @@ from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.methods import ListSource
 from vegas_runtime.vllm_plugin.ranking import Ranking
 from vegas_runtime.vllm_plugin.triton_select import Units
-from vegas_runtime.vllm_plugin.triton_steps import append_tails
+from vegas_runtime.vllm_plugin.triton_steps import append_tails, draft_lengths, window_lists
 from vegas_runtime.vllm_plugin.verification import StepLengths
 
 
@@ -84,6 +84,58 @@ class Listing:
         """Learn how a cache's entries are addressed; see `Collector.bind`."""
         self._units = self._draft.units(k, per_head=self.per_head)
         self.block_pages = block_pages(k) if self.lists.pages is not None else 0
+
+    def begin_draft(
+        self,
+        seq_lens: Tensor,
+        *,
+        block_table: Tensor,
+        window: Tensor,
+        is_dense: bool,
+        ratio: Tensor,
+        min_tokens: Tensor,
+    ) -> None:
+        """Say what each request's next draft step reads of its lists, or list its window.
+
+        Args:
+            seq_lens: [B] int32 tokens cached, the draft step's own included; 0 for padding.
+            block_table: [B, blocks] int32.
+            window: [1] int32, 0 while selected lists are read.
+            is_dense: nothing is left out.
+            ratio: float64[1], fraction of entries kept (window only).
+            min_tokens: int32[1] (window only).
+        """
+        lists = self.lists.first(seq_lens.shape[0])
+        if lists.pages is not None:
+            window_lists(
+                seq_lens=seq_lens,
+                ratio=ratio,
+                min_tokens=min_tokens,
+                dense=is_dense,
+                block_table=block_table,
+                block_size=self._block_size,
+                block_pages=self.block_pages,
+                slots=lists.entries[0],
+                counts=lists.counts,
+                tail_start=lists.tail_start,
+                pages=lists.pages,
+                used=lists.used,
+            )
+        else:
+            draft_lengths(
+                seq_lens=seq_lens,
+                algorithm=window,
+                ratio=ratio,
+                min_tokens=min_tokens,
+                block_table=block_table,
+                block_size=self._block_size,
+                units=self.units,
+                with_tail=self._draft.with_tail,
+                lists=lists.entries,
+                counts=lists.counts,
+                tail_start=lists.tail_start,
+                used=lists.used,
+            )
 
     def codes(self, layer: int, first: int, batch: int) -> Tensor | None:
         """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
