@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_decoding import decode
+from transformers import AutoModelForCausalLM
+
+from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.engine.attention import register
+from vegas_runtime.engine.model import describe_model
 
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
@@ -22,9 +28,9 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engine did."""
-    tests = Path(__file__).parent
+    tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("llama")
     found = subprocess.run(
-        [sys.executable, str(tests / "vllm_quest_scenarios.py"), str(tmp_path_factory.mktemp("m"))],
+        [sys.executable, str(tests / "vllm_quest_scenarios.py"), str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
         capture_output=True,
         text=True,
@@ -32,7 +38,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert found.returncode == 0, found.stderr[-4000:]
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return result | {"folder": str(folder)}
 
 
 def test_every_draft_over_the_whole_cache_is_accepted(report: dict[str, Any]) -> None:
@@ -48,6 +54,24 @@ def test_greedy_output_is_stocks_through_rejections_and_preemption(report: dict[
     assert 0 < counts["accepted"] < counts["drafts"]
     assert counts["preemptions"] > 0
     assert report["tokens"] == report["stock"]
+
+
+def test_as_many_drafts_are_accepted_as_in_the_reference_engine(report: dict[str, Any]) -> None:
+    """The same model, prompts, budget and pages; there nothing is paged."""
+    config = SpeculationConfig(algorithm="quest", **report["sparse_setting"])
+    target = AutoModelForCausalLM.from_pretrained(
+        report["folder"], attn_implementation=register()
+    ).eval()
+    few = report["prompts"]
+    decoded = decode(
+        describe_model(target), few, config, max_new_tokens=len(report["stock"][0]), lanes=4
+    )
+    assert decoded.outputs == report["stock"][: len(few)]
+    drafted = sum(sum(step.num_draft_tokens) for step in decoded.steps)
+    # Float32 in both: what may differ is a page or a token that nearly ties.
+    assert abs(report["few"]["accepted"] - sum(decoded.all_accepted)) <= 2
+    # A preempted request starts with a pass that verifies nothing, and vLLM drafts at the end.
+    assert abs(report["few"]["drafts"] - drafted) <= 9
 
 
 def test_bounds_of_full_blocks_are_those_of_the_cache(report: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 import vllm_bed as bed
 from vllm.v1.worker import gpu_worker
 from vllm_scenarios import (
+    GAMMA,
     GREEDY,
     MIXED,
     NEW,
@@ -28,6 +29,13 @@ from vllm_scenarios import (
 from vegas_runtime.vllm_plugin import control
 from vegas_runtime.vllm_plugin.worker import VegasWorker
 
+SPARSE: dict[str, Any] = {
+    "num_speculative_tokens": GAMMA,
+    "sparsity_ratio": 0.4,
+    "min_tokens": 24,
+}
+FEW = MIXED[:3]
+
 
 def main() -> None:
     """Print the scenarios' results."""
@@ -35,7 +43,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     bed.save_tiny_llama(folder)
     stock = bed.generate(bed.start(folder), MIXED, max_tokens=NEW, **GREEDY)
-    sys.stdout.write(json.dumps({"stock": stock, **run(folder)}))
+    report = {"stock": stock, "prompts": FEW, "sparse_setting": SPARSE, **run(folder)}
+    sys.stdout.write(json.dumps(report))
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -58,13 +67,15 @@ def run(folder: Path) -> dict[str, Any]:
     configure(algorithm="quest")
     with counted(engine) as found["everything"]:
         bed.generate(engine, MIXED[:4], max_tokens=NEW, **SAMPLED)
-    held = configure(sparsity_ratio=0.4, min_tokens=24)
+    held = configure(**SPARSE)
+    with counted(engine) as found["few"]:
+        bed.generate(engine, FEW, max_tokens=NEW, **GREEDY)
     with counted(engine) as found["sparse"]:
         found["tokens"] = bed.generate(engine, MIXED, max_tokens=NEW, **GREEDY)
     found["held"] = held["algorithm"]
     found["bounds"] = judge_bounds(engine)
     configure(algorithm="vegas")
-    found["vegas_tokens"] = bed.generate(engine, MIXED[:3], max_tokens=NEW, **GREEDY)
+    found["vegas_tokens"] = bed.generate(engine, FEW, max_tokens=NEW, **GREEDY)
     found["stale"] = judge_bounds(engine)
     configure(algorithm="quest")
     found["rebuilt"] = judge_bounds(engine)
