@@ -3,7 +3,7 @@
     throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here;
                  all engines side by side on one GPU of 140 GB
     lossless     greedy output against stock, distribution of a sampled token, ratio 1
-    invariant    the half of it that is bit for bit: vLLM's batch-invariant mode
+    invariant    the half of it in vLLM's batch-invariant mode
     both         throughput, and the other half of lossless, on the same engines
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
     sweep        the default sweep of the command line: engine starts and GPU time

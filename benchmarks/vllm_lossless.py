@@ -1,9 +1,9 @@
 """Whether vLLM with the plugin puts out what vLLM puts out: greedy, and in distribution.
 
-Twice. In vLLM's batch-invariant mode a row's numbers do not depend on what else is in the batch, so
-equality is exact: the same greedy tokens, every draft accepted at ratio 1, one distribution. In the
-mode people serve in, bfloat16 rounds otherwise in a verify pass than in a step of its own, as it
-does in a batch of another size: there stock vLLM against itself, at another batch size, is the bar.
+Twice, since bfloat16 rounds otherwise in a verify pass than in a step of its own, as it does in a
+batch of another size. vLLM's batch-invariant mode takes most of that away: what is left of a
+difference there is the drafting's. In the mode people serve in, stock vLLM against itself, at
+another batch size, is the bar.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def lossless(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> No
 
 
 def invariant(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> None:
-    """Equality bit for bit, in vLLM's batch-invariant mode."""
+    """Acceptance at ratio 1 and equality, in vLLM's batch-invariant mode."""
     allow_planting()
     capacity = _capacity(max_ratio=1.0, config=FULL)
     arms = side_by_side(checkpoint, [capacity], capacity, environment=INVARIANT)
