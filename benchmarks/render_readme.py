@@ -27,6 +27,7 @@ script it names. Intervals are 95 % unless a case says otherwise. Run scripts as
 | `bench_vllm_methods` | every method in vLLM, each tuned, side by side (Figures 9 and 10b) |
 | `bench_ablation` | the sweep beside full grid, random search and TPE at equal engine time |
 | `bench_statistics` | bias, coverage and alarms of estimators and gate where the truth is known |
+| `bench_quest` | Quest's selection and bounds in vLLM, per layer, at two largest contexts |
 | `bench_kernels` | CUDA kernels beside FlashAttention-3 (see KERNEL_LOG.md) |
 
 Unless a case says otherwise the model is SmolLM2-135M.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,15 +262,21 @@ except SystemExit as ended:
 """
 
 
+def _children_s() -> float:
+    """Processor time of every process that this one started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("arguments", ['"--help"', '"sweep", "--help"', '"apply", "--help"'])
 def test_help_answers_at_once_and_loads_no_model_library(arguments: str) -> None:
     code = CALL_HELP.format(arguments=arguments) + LIST_HEAVY
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = _children_s()
         shown = run_python("-c", code)
-        times.append(time.perf_counter() - start)
+        times.append(_children_s() - before)
         assert "Usage: vegas-tune" in shown.stdout
         assert shown.stdout.splitlines()[-1] == "[]"
-    # The best of five: what else the machine does is not the command line's doing.
+    # Processor time, the best of five: what else the machine does is not the command line's doing.
     assert min(times) < 0.5
