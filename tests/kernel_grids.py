@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from paged_cases import Case, SelectCase, SparseCase
 
@@ -149,4 +151,14 @@ def select_cases() -> list[SelectCase]:
             cases.append(
                 SelectCase(kind=kind, per_head=per_head, lens=(131072, 70001), ratio=0.03, layers=1)
             )
+    # Samples that mislead: thresholds between two leading bytes, tokens that differ at even spaces.
+    edge = SelectCase(kind="bf16", kv_heads=1, lens=(131072, 30000), spread=8, extra=0, layers=1)
+    cases += [
+        replace(edge, ratio=ratio, seed=seed) for ratio in (0.49, 0.5, 0.51) for seed in (1, 2)
+    ]
+    cases += [
+        SelectCase(lens=(131072,), ratio=ratio, layers=1, planted=planted)
+        for planted in (20, 200)
+        for ratio in (0.03, 0.2)
+    ]
     return cases

@@ -418,6 +418,7 @@ class SelectCase:
     per_head: bool = False
     kind: str = "u8"  # u8, bf16, exact
     spread: int = 40  # distinct codes: small makes many ties
+    planted: int = 0  # code of 8 tokens in 128: an even sample of a long row sees no others
     translate: bool = False
     seed: int = 0
 
@@ -440,6 +441,9 @@ def check_select(case: SelectCase, device: torch.device) -> dict[str, float]:
         lse = torch.randn(R, B, 2, heads, generator=rng)
         starts = torch.arange(B + 1, dtype=torch.int32) * 2
     codes = torch.randint(100, 100 + case.spread, shape, generator=rng).to(torch.uint8)
+    if case.planted:
+        assert case.kind != "exact"
+        codes[..., torch.arange(n) % 128 < 8] = case.planted
     score = codes
     if case.kind == "bf16":
         score = paged.decode_scores(codes).to(torch.bfloat16)
