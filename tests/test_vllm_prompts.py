@@ -188,10 +188,10 @@ def test_it_runs_beside_methods_of_other_lists() -> None:
         CASE, make_config(sparsity_ratio=0.3, min_tokens=36), path="triton", algorithms=["snapkv"]
     )
     collector.bind(this.k)
-    assert collector.list_shapes == (False, True)
-    assert collector.list_shape is False
+    assert [kind.per_head for kind in collector.list_shapes] == [False, True]
+    assert not collector.list_shape.per_head
     collector.set_algorithm("snapkv")
-    assert collector.list_shape is True
+    assert collector.list_shape.per_head
     choose(collector, this, [0, 1, 2], [5, 3, 8])
     step = step_of(this, collector)
     accept(step, [1, 1, 1], request_ids=[5, 3, 8])
