@@ -30,6 +30,7 @@ from benchmarks.vllm_arms import (
     CONTEXT,
     SAMPLED,
     SPARE_PROMPTS,
+    VEGAS,
     Evidence,
     block_of,
     capacity_of,
@@ -59,14 +60,12 @@ STOCK_PASSES = 3
 # Passes in which nobody arrives: what decoding alone gains.
 CLOSED_PASSES = 2
 RACE_ROUNDS = 3
-# Every verify row summed costs no more than two of them, and more drafts are accepted.
 TUNED = {
-    "vegas": BASE.replace(rows="all"),
+    "vegas": VEGAS,
     "streaming_llm": BASE.replace(algorithm="streaming_llm"),
 }
 # The setting whose acceptance the prototype reported.
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
-
 
 PARTS = ("throughput", "lossless", "invariant", "both", "shape", "sweep")
 
@@ -377,7 +376,6 @@ def shape(data: Path, rows: list[Row]) -> None:
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
     facts = {"id": "Qwen3-8B's shape", "dtype": "bfloat16"}
     checkpoint = Checkpoint(folder=folder, tokenizer=None, facts=facts)
-    setting = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
     capacity = Capacity(
         batch_size=SHAPE_BATCH,
         max_model_len=SHAPE_CONTEXT + 1024,
@@ -400,7 +398,7 @@ def shape(data: Path, rows: list[Row]) -> None:
             engine.prepare(block)
             say(f"prefilled in {time.monotonic() - started_s:.0f} s")
             if arm == "plugin":
-                engine.configure(setting)
+                engine.configure(REPORTED)
             run = engine.run(
                 block, replicate=0, max_tokens=SHAPE_TOKENS, deadline_s=engine.now_s() + 60
             )

@@ -36,6 +36,8 @@ CONTEXT = 7393
 NEW_TOKENS = 768
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
+# Every verify row summed costs no more than two of them, and more drafts are accepted.
+VEGAS = BASE.replace(rows="all")
 SPARE_PROMPTS = 8
 # Beyond a request's output: drafts, and blocks not filled.
 KV_SPARE_TOKENS = 128

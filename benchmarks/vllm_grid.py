@@ -21,9 +21,10 @@ from benchmarks.grid import Grid
 from benchmarks.results_file import Row
 from benchmarks.rivals import searches
 from benchmarks.vllm_arms import (
-    BASE,
     CONTEXT,
     NEW_TOKENS,
+    SPARE_PROMPTS,
+    VEGAS,
     Evidence,
     block_of,
     engine_of,
@@ -41,14 +42,12 @@ from vegas_tune.measure import Measurement, mean_ratio, measure
 
 GAMMAS = (2, 3, 4, 5, 6, 8)
 RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1)
-# Every verify row summed costs no more than two of them, and more drafts are accepted.
-PLAIN = BASE.replace(rows="all")
+PLAIN = VEGAS
 # Of a pass, for each running request: some 25 iterations. Admitting the batch costs as much again,
 # and more passes tell more than longer ones.
 TOKENS_PER_REQUEST = 96
 WARM_TOKENS_PER_REQUEST = 8
 RACE_TOKENS_PER_REQUEST = 160
-SPARE_PROMPTS = 8
 # Of the time given: kept for choosing from the recording, and for the race.
 RACE_S = 45.0
 RACE_ROUNDS = 8
