@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runs import report_of
 
 from vegas_runtime.config import SpeculationConfig
 
@@ -21,18 +17,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def pieces() -> dict[str, Any]:
     """What `vllm_pieces` did."""
-    tests = Path(__file__).parent
-    found = subprocess.run(
-        [sys.executable, str(tests / "vllm_pieces.py")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return report_of("vllm_pieces.py", timeout_s=300)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-import os
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_vllm import capacity, checkpoint
+from script_runs import report_of
 
 from vegas_runtime.backend import ON_V1_RUNNER, STOCK_METHODS, StockMethod
 from vegas_runtime.config import SamplingConfig
@@ -25,8 +22,6 @@ from vegas_runtime.vllm_plugin.recording import STEP_ATTRIBUTE
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra `vllm`)")
 pytestmark = pytest.mark.vllm
-
-SCENARIOS = Path(__file__).with_name("vllm_engine_scenarios.py")
 
 
 def _parameters(function: Any) -> set[str]:
@@ -167,18 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(arm: str, folder: Path) -> dict[str, Any]:
-    root = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(SCENARIOS), arm, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "PYTHONPATH": f"{root.parent}{os.pathsep}{root}"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return report_of("vllm_engine_scenarios.py", arm, str(folder), timeout_s=500)
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,13 @@ As `test_vllm_worker`: one process runs `vllm_method_scenarios`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_decoding import decode
-from transformers import AutoModelForCausalLM
+from script_runs import report_of
+from tiny_decoding import decode, saved_model
 
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.engine.attention import register
-from vegas_runtime.engine.model import describe_model
 
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
@@ -30,17 +23,8 @@ on_each_method = pytest.mark.parametrize("name", METHODS)
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines did."""
-    tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("llama")
-    found = subprocess.run(
-        [sys.executable, str(tests / "vllm_method_scenarios.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result | {"folder": str(folder)}
+    folder = str(tmp_path_factory.mktemp("llama"))
+    return report_of("vllm_method_scenarios.py", folder, timeout_s=900) | {"folder": folder}
 
 
 def test_every_method_ran_in_one_engine(report: dict[str, Any]) -> None:
@@ -72,12 +56,12 @@ def test_as_many_drafts_are_accepted_as_in_the_reference_engine(
     """The same model, prompts, budget and method; there scores are float32 and nothing is paged."""
     found = report["methods"][name]
     config = SpeculationConfig(**found["held"], **report["sparse_setting"])
-    target = AutoModelForCausalLM.from_pretrained(
-        report["folder"], attn_implementation=register()
-    ).eval()
-    prompts = report["prompts"]
     decoded = decode(
-        describe_model(target), prompts, config, max_new_tokens=len(report["stock"][0]), lanes=4
+        saved_model(report["folder"]),
+        report["prompts"],
+        config,
+        max_new_tokens=len(report["stock"][0]),
+        lanes=4,
     )
     assert decoded.outputs == report["stock"]
     drafted = sum(sum(step.num_draft_tokens) for step in decoded.steps)

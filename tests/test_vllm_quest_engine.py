@@ -5,20 +5,13 @@ As `test_vllm_worker`: one process runs `vllm_quest_scenarios`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_decoding import decode
-from transformers import AutoModelForCausalLM
+from script_runs import report_of
+from tiny_decoding import decode, saved_model
 
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.engine.attention import register
-from vegas_runtime.engine.model import describe_model
 
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
@@ -28,17 +21,8 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engine did."""
-    tests, folder = Path(__file__).parent, tmp_path_factory.mktemp("llama")
-    found = subprocess.run(
-        [sys.executable, str(tests / "vllm_quest_scenarios.py"), str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result | {"folder": str(folder)}
+    folder = str(tmp_path_factory.mktemp("llama"))
+    return report_of("vllm_quest_scenarios.py", folder, timeout_s=550) | {"folder": folder}
 
 
 def test_every_draft_over_the_whole_cache_is_accepted(report: dict[str, Any]) -> None:
@@ -59,12 +43,13 @@ def test_greedy_output_is_stocks_through_rejections_and_preemption(report: dict[
 def test_as_many_drafts_are_accepted_as_in_the_reference_engine(report: dict[str, Any]) -> None:
     """The same model, prompts, budget and pages; there nothing is paged."""
     config = SpeculationConfig(algorithm="quest", **report["sparse_setting"])
-    target = AutoModelForCausalLM.from_pretrained(
-        report["folder"], attn_implementation=register()
-    ).eval()
     few = report["prompts"]
     decoded = decode(
-        describe_model(target), few, config, max_new_tokens=len(report["stock"][0]), lanes=4
+        saved_model(report["folder"]),
+        few,
+        config,
+        max_new_tokens=len(report["stock"][0]),
+        lanes=4,
     )
     assert decoded.outputs == report["stock"][: len(few)]
     drafted = sum(sum(step.num_draft_tokens) for step in decoded.steps)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from script_runs import TESTS, compiled_kernels
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the vLLM plugin's kernels are written in Triton")
@@ -162,28 +160,11 @@ def test_every_iteration_starts_at_the_first_step() -> None:
 def test_kernels_compile_for_a_gpu_that_is_not_there(capability: int, tmp_path: Path) -> None:
     # The interpreter takes much that the compiler refuses.
     pytest.importorskip("vllm", reason="the sampling kernels call vLLM's own noise")
-    tests = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(tests / "compile_drafts.py"), str(capability)],
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]),
-            "TRITON_INTERPRET": "0",
-            "TRITON_CACHE_DIR": str(tmp_path),
-            "TRITON_DEFAULT_FP_FUSION": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    plugin = tests.parent / "vegas_runtime" / "vllm_plugin"
+    plugin = TESTS.parent / "vegas_runtime" / "vllm_plugin"
     defined = {
         line.split("(")[0].removeprefix("def ")
         for name in ("triton_drafts", "triton_sampling")
         for line in (plugin / f"{name}.py").read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
-    assert set(done.stdout.split()) == defined
+    assert compiled_kernels("compile_drafts.py", capability=capability, cache=tmp_path) == defined

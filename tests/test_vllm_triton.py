@@ -5,15 +5,13 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from script_runs import TESTS, compiled_kernels
 
 from tests.collector_cases import DTYPE, make_config, vegas_positions
 from tests.paged_cases import OUT_TOLERANCE, Case, compare_outputs, make_paged, oracle
@@ -449,27 +447,11 @@ def test_heads_are_summed_as_the_oracle_does(device: str, heads: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_for_a_gpu_that_is_not_there(capability: int, tmp_path: Path) -> None:
     """The interpreter takes much that the compiler refuses."""
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, str(root / "tests" / "compile_triton.py"), str(capability)],
-        env=os.environ
-        | {
-            "PYTHONPATH": str(root),
-            "TRITON_INTERPRET": "0",
-            "TRITON_CACHE_DIR": str(tmp_path),
-            "TRITON_DEFAULT_FP_FUSION": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    folder = root / "vegas_runtime" / "vllm_plugin"
+    folder = TESTS.parent / "vegas_runtime" / "vllm_plugin"
     defined = {
         line.split("(")[0].removeprefix("def ")
         for path in folder.glob("triton_*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and "_kernel(" in line
     }
-    assert set(done.stdout.split()) == defined
+    assert compiled_kernels("compile_triton.py", capability=capability, cache=tmp_path) == defined

@@ -6,14 +6,10 @@ importing vLLM takes longer than any of them.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runs import report_of
 
 pytest.importorskip("vllm", reason="the plugin runs inside vLLM")
 
@@ -23,17 +19,7 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the engines of `vllm_scenarios` did."""
-    tests = Path(__file__).parent
-    found = subprocess.run(
-        [sys.executable, str(tests / "vllm_scenarios.py"), str(tmp_path_factory.mktemp("llama"))],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
-    return result
+    return report_of("vllm_scenarios.py", str(tmp_path_factory.mktemp("llama")), timeout_s=550)
 
 
 def test_the_bed_runs_the_v2_runner(report: dict[str, Any]) -> None:

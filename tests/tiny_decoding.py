@@ -20,7 +20,7 @@ import torch
 from slow_baselines import Reads
 from tiny_models import make_tiny
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine import decoding
@@ -48,6 +48,12 @@ def tiny_model(architecture: str, seed: int = 0, **overrides: Any) -> DecoderMod
     """A tiny model as the engine runs it."""
     model = make_tiny(architecture, seed=seed, attn_implementation=register(), **overrides)
     return describe_model(model)
+
+
+def saved_model(folder: str) -> DecoderModel:
+    """A checkpoint as the engine runs it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=register())
+    return describe_model(model.eval())
 
 
 @cache
