@@ -3,6 +3,7 @@
     throughput   decode throughput against stock, and Vegas against StreamingLLM, each tuned here;
                  all engines side by side on one GPU of 140 GB
     lossless     greedy output against stock, distribution of a sampled token, ratio 1
+    served       the half of it in the mode people serve in
     invariant    the half of it in vLLM's batch-invariant mode
     both         throughput, and the other half of lossless, on the same engines
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
@@ -42,10 +43,18 @@ from benchmarks.vllm_arms import (
     side_by_side,
     source_prompts,
 )
-from benchmarks.vllm_lossless import allow_planting, compare_outputs, invariant, lossless
+from benchmarks.vllm_lossless import (
+    allow_planting,
+    compare_outputs,
+    invariant,
+    lossless,
+    served,
+)
 from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
+from vegas_runtime.gpu_memory import first_device, used_bytes
+from vegas_runtime.machine import nvidia_smi
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
@@ -67,7 +76,7 @@ TUNED = {
 # The setting whose acceptance the prototype reported.
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
 
-PARTS = ("throughput", "lossless", "invariant", "both", "shape", "sweep")
+PARTS = ("throughput", "lossless", "served", "invariant", "both", "shape", "sweep")
 
 # Of each arm, by its name.
 Passes = dict[str, list[Measurement]]
@@ -101,6 +110,8 @@ def main() -> None:
             )
         elif args.part == "lossless":
             lossless(find_checkpoint(args.model), rows, num_samples=args.samples)
+        elif args.part == "served":
+            served(find_checkpoint(args.model), rows, num_samples=args.samples)
         elif args.part == "invariant":
             invariant(find_checkpoint(args.model), rows, num_samples=args.samples)
         elif args.part == "shape":
@@ -412,10 +423,24 @@ def shape(data: Path, rows: list[Row]) -> None:
             rows.append(
                 row("step_ms", f"{case}, {arm}", 1000 * mean_of(s.duration_s for s in steps), "ms")
             )
+            rows += _memory_rows(f"{case}, {arm}", capacity)
             if arm == "plugin":
                 buffers = _buffers(engine.status)
                 rows.append(row("plugin_buffers_gib", case, buffers / 2**30, "GiB"))
     evidence.write()
+
+
+def _memory_rows(case: str, capacity: Capacity) -> list[Row]:
+    """GPU memory in use now, everything of the process counted, and what it may be."""
+    device = first_device()
+    used, total = used_bytes(device), nvidia_smi("memory.total", device=str(device))
+    rows = []
+    if used is not None:
+        rows.append(row("gpu_memory_used_gib", case, used / 2**30, "GiB"))
+    if total is not None and total.isdecimal():
+        allowed = int(total) / 2**10 * capacity.gpu_memory_utilization
+        rows.append(row("gpu_memory_allowed_gib", case, allowed, "GiB"))
+    return rows
 
 
 def _buffers(status: Mapping[str, Any]) -> int:
