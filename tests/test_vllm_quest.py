@@ -28,7 +28,7 @@ from vegas_runtime.errors import ConfigError
 from vegas_runtime.policies.base import SelectionInput
 from vegas_runtime.policies.quest import QuestPolicy
 from vegas_runtime.policies.topk import PAGE_SIZE
-from vegas_runtime.vllm_plugin import paths
+from vegas_runtime.vllm_plugin import paths, triton_quest
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
@@ -442,6 +442,19 @@ def test_lists_of_whole_contexts(
         lens=(1100, 1024, 0, 1025, 40, 1), queries=(1,) * 6, gain=2.0,
     )  # fmt: skip
     config = make_config(algorithm="quest", sparsity_ratio=0.1, min_tokens=48, scope=scope)
+    pick(case, config, device=device).check()
+
+
+@on_each_device
+def test_a_program_goes_on_to_pages_behind_the_others(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_quest, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton_quest, "_FEWEST_PROGRAMS", 2)
+    case = Case(
+        heads=2, kv_heads=1, head_dim=16, dtype=DTYPE, lens=(5100, 40), queries=(1, 1), gain=2.0
+    )
+    config = make_config(algorithm="quest", sparsity_ratio=0.1, min_tokens=48)
     pick(case, config, device=device).check()
 
 

@@ -79,13 +79,14 @@ class QuestPages:
         size = (limits.max_batch, shape.num_heads, parts)
         self._scores = torch.zeros((*size[:2], parts * SCORED_PAGES), device=device)
         self._parts = torch.zeros((*size, 2), device=device)
+        self._norms = torch.zeros(size[0] * size[1], device=device)
         self._is_in_force = is_in_force
         self._bounds: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory held, the bounds once there is a cache."""
-        held = self._scores.nbytes + self._parts.nbytes
+        held = self._scores.nbytes + self._parts.nbytes + self._norms.nbytes
         return held + (0 if self._bounds is None else self._bounds.nbytes)
 
     def expect(self, num_drafts: int) -> None:
@@ -191,6 +192,7 @@ class QuestPages:
         select_pages(
             scores=scores,
             parts=parts,
+            norms=self._norms,
             block_table=block_table,
             block_size=block_size,
             seq_lens=seq_lens,

@@ -9,8 +9,10 @@ the page that holds the query is the tail. Four kernels:
 1. `_bounds_kernel`: a program per written token and KV head; the one that wrote a page's last
    token reads the page and bounds it. Limit: the launch, as one token in sixteen ends a page.
 2. `_lengths_kernel`: a program per request counts pages, once per draft step.
-3. `_score_kernel`: a program takes `SCORED_PAGES` pages of one KV head and writes u of its group's
-   heads with what a softmax needs of the part. Limit: reading the bounds, two entries a page.
+3. `_score_kernel`: a program takes `SCORED_PAGES` pages of one KV head at a time and writes u of
+   its group's heads with what a softmax needs of the part. Limit: reading the bounds, two entries
+   a page. Short contexts in an engine for long ones would drown in programs that have no page, so
+   their number is cut and each goes on to the pages behind the others'.
 4. `_select_kernel`: a program per list adds the votes up in registers, bisects over their bits for
    the k-th largest, and writes the tokens of what is kept, lowest page first among equals.
 
@@ -32,7 +34,10 @@ from vegas_runtime.vllm_plugin.triton_select import Units, places
 
 _PAGE = tl.constexpr(PAGE_SIZE)
 _LOG2E: Final = 1.4426950408889634
-SCORED_PAGES: Final = 64  # of one program
+SCORED_PAGES: Final = 64  # of one program at a time
+# Programs that scoring aims at, and the fewest for one request and KV head.
+_PROGRAMS: Final = 4096
+_FEWEST_PROGRAMS: Final = 8
 # Votes of one list that a program holds in registers; also what two packed counts can tell apart.
 MAX_PAGES: Final = 32768
 
@@ -202,24 +207,15 @@ def _score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
     head = tl.program_id(1)
     b = tl.program_id(2)
     others = tl.load(tail_start + b) // _PAGE
     wanted = tl.load(counts + b) // _PAGE
     # Nothing to choose: no page, or all of them.
-    if (chunk * BLOCK_P >= others) | (wanted >= others) | (wanted <= 0):
+    if (tl.program_id(0) * BLOCK_P >= others) | (wanted >= others) | (wanted <= 0):
         return
-    pages = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
-    live = pages < others
-    block = tl.load(block_table + b * table_row + pages // BLOCK_PAGES, mask=live, other=0)
-    page = block.to(tl.int64) * BLOCK_PAGES + pages % BLOCK_PAGES
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
-    wide = live[:, None] & real[None, :]
-    source = bounds + ((page * HEADS + head) * 2 * HEAD_DIM)[:, None] + dims[None, :]
-    low = tl.load(source, mask=wide, other=0.0)
-    high = tl.load(source + HEAD_DIM, mask=wide, other=0.0)
     member = tl.arange(0, BLOCK_G)
     own = member < GROUP
     q_heads = head * GROUP + member
@@ -229,17 +225,28 @@ def _score_kernel(
         other=0.0,
     )
     nothing = tl.zeros_like(queries)
-    upper = tl.dot(tl.where(queries > 0, queries, nothing), tl.trans(high), input_precision="ieee")
-    lower = tl.dot(tl.where(queries < 0, queries, nothing), tl.trans(low), input_precision="ieee")
-    logits = (upper + lower) * scale_log2
-    target = scores + b.to(tl.int64) * scores_request + q_heads[:, None] * scores_head
-    tl.store(target + pages[None, :], logits, mask=own[:, None] & live[None, :])
-    logits = tl.where(live[None, :], logits, float("-inf"))
-    highest = tl.max(logits, axis=1)
-    weight = tl.sum(tl.exp2(logits - highest[:, None]), axis=1)
-    part = parts + b.to(tl.int64) * parts_request + q_heads * parts_head + chunk * 2
-    tl.store(part, highest, mask=own)
-    tl.store(part + 1, weight, mask=own)
+    above = tl.where(queries > 0, queries, nothing)
+    below = tl.where(queries < 0, queries, nothing)
+    for chunk in range(tl.program_id(0), tl.cdiv(others, BLOCK_P), tl.num_programs(0)):
+        pages = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
+        live = pages < others
+        block = tl.load(block_table + b * table_row + pages // BLOCK_PAGES, mask=live, other=0)
+        page = block.to(tl.int64) * BLOCK_PAGES + pages % BLOCK_PAGES
+        wide = live[:, None] & real[None, :]
+        source = bounds + ((page * HEADS + head) * 2 * HEAD_DIM)[:, None] + dims[None, :]
+        low = tl.load(source, mask=wide, other=0.0)
+        high = tl.load(source + HEAD_DIM, mask=wide, other=0.0)
+        upper = tl.dot(above, tl.trans(high), input_precision="ieee")
+        lower = tl.dot(below, tl.trans(low), input_precision="ieee")
+        logits = (upper + lower) * scale_log2
+        target = scores + b.to(tl.int64) * scores_request + q_heads[:, None] * scores_head
+        tl.store(target + pages[None, :], logits, mask=own[:, None] & live[None, :])
+        logits = tl.where(live[None, :], logits, float("-inf"))
+        highest = tl.max(logits, axis=1)
+        weight = tl.sum(tl.exp2(logits - highest[:, None]), axis=1)
+        part = parts + b.to(tl.int64) * parts_request + q_heads * parts_head + chunk * 2
+        tl.store(part, highest, mask=own)
+        tl.store(part + 1, weight, mask=own)
 
 
 def score_pages(
@@ -272,7 +279,8 @@ def score_pages(
     if B == 0:
         return
     heads = bounds.shape[1]
-    _score_kernel[(parts.shape[2], heads, B)](
+    programs = min(parts.shape[2], max(_FEWEST_PROGRAMS, _PROGRAMS // (B * heads)))
+    _score_kernel[(programs, heads, B)](
         *(q, bounds, block_table, counts, tail_start, scores, parts, scale * _LOG2E),
         *(q.stride(0), q.stride(1), block_table.stride(0)),
         *(*scores.stride()[:2], *parts.stride()[:2]),
@@ -291,6 +299,7 @@ def score_pages(
 def _select_kernel(
     scores,
     parts,
+    norms,
     block_table,
     seq_lens,
     counts,
@@ -307,6 +316,8 @@ def _select_kernel(
     token_units,
     head_units,
     VOTERS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LISTS: tl.constexpr,
     WITH_TAIL: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -326,17 +337,24 @@ def _select_kernel(
     live = pages < others
     votes = tl.zeros([BLOCK], tl.float32)
     if (wanted > 0) & (wanted < others):
-        part = tl.arange(0, BLOCK_C)
-        is_part = part < tl.cdiv(others, BLOCK_P)
-        for voter in range(head * VOTERS, head * VOTERS + VOTERS):
-            place = parts + b.to(tl.int64) * parts_request + voter * parts_head + part * 2
-            highest = tl.load(place, mask=is_part, other=float("-inf"))
-            weight = tl.load(place + 1, mask=is_part, other=0.0)
-            top = tl.max(highest, axis=0)
-            total = tl.sum(weight * tl.exp2(highest - top), axis=0)
-            source = scores + b.to(tl.int64) * scores_request + voter * scores_head + pages
-            logits = tl.load(source, mask=live, other=float("-inf"))
-            votes += tl.exp2(logits - top) / total
+        # Every head's normaliser first: left in memory, it is a scalar to the loop below.
+        part = tl.arange(0, BLOCK_C)[None, :]
+        voter = tl.arange(0, BLOCK_V)
+        own = norms + (b * LISTS + head) * VOTERS
+        place = parts + b.to(tl.int64) * parts_request + part * 2
+        place += (head * VOTERS + voter)[:, None] * parts_head
+        is_part = (part < tl.cdiv(others, BLOCK_P)) & (voter < VOTERS)[:, None]
+        highest = tl.load(place, mask=is_part, other=-1e30)
+        weight = tl.load(place + 1, mask=is_part, other=0.0)
+        top = tl.max(highest, axis=1)
+        total = tl.sum(weight * tl.exp2(highest - top[:, None]), axis=1)
+        norm = top + tl.log2(tl.where(voter < VOTERS, total, 1.0))
+        tl.store(own + voter, norm, mask=voter < VOTERS)
+        tl.debug_barrier()
+        source = scores + b.to(tl.int64) * scores_request + head * VOTERS * scores_head + pages
+        for i in range(VOTERS):
+            logits = tl.load(source + i * scores_head, mask=live, other=float("-inf"))
+            votes += tl.exp2(logits - tl.load(own + i))
     # Of floats that are not negative the bits rank as the values do; a mean of weights is below 2.
     keys = (votes / VOTERS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     keys = tl.where(live, keys, -1)
@@ -367,6 +385,7 @@ def select_pages(
     *,
     scores: Tensor,
     parts: Tensor,
+    norms: Tensor,
     block_table: Tensor,
     block_size: int,
     seq_lens: Tensor,
@@ -381,6 +400,7 @@ def select_pages(
     Args:
         scores: [B, H, P] of `score_pages`; P at most `MAX_PAGES`.
         parts: [B, H, P / 64, 2] likewise.
+        norms: [B * H] float32, written: base-2 normalisers.
         block_table: [B, blocks] int32.
         block_size: tokens per block, a multiple of 16.
         seq_lens: [B] int32 tokens cached; 0 for padding, which is left alone.
@@ -395,10 +415,12 @@ def select_pages(
         return
     heads, block = lists.shape[1], triton.next_power_of_2(P)
     _select_kernel[(B, heads)](
-        *(scores, parts, block_table, seq_lens, counts, tail_start, lists),
+        *(scores, parts, norms, block_table, seq_lens, counts, tail_start, lists),
         *(block_table.stride(0), *scores.stride()[:2], *parts.stride()[:2], *lists.stride()[:2]),
         *(units.block, units.token, units.head),
         VOTERS=H // heads,
+        BLOCK_V=triton.next_power_of_2(H // heads),
+        LISTS=heads,
         WITH_TAIL=with_tail,
         BLOCK_PAGES=block_size // PAGE_SIZE,
         BLOCK_P=SCORED_PAGES,
