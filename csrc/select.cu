@@ -6,8 +6,9 @@
 // 1. keys_kernel: one block per 4096 tokens of a row (layer, request[, KV head]); reads every score
 //    byte once. Limit: memory bandwidth. Left out where the score bytes are the keys (one head).
 // 2. pick_kernel: one block per row; radix select over 8 key bits at a time in shared-memory
-//    histograms, the last one per warp, so that every warp knows
-//    where its section writes. Limit: L2 and issue slots.
+//    histograms: the leading byte from a sample of the keys, which the count of all of them then
+//    confirms or corrects; the last one per warp, so that every warp knows where its section
+//    writes. Limit: L2 and issue slots.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -156,6 +157,19 @@ struct KeyVector {
   }
 };
 
+// Masks of two keys that are larger than or equal to those in `limit`. Keys are leading halves of
+// sums that are not negative, so their order as bfloat16 is that of their bits.
+__device__ __forceinline__ __nv_bfloat162 as_pair(uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+__device__ __forceinline__ uint32_t larger_keys(uint32_t keys, uint32_t limit) {
+  return __hgt2_mask(as_pair(keys), as_pair(limit));
+}
+__device__ __forceinline__ uint32_t equal_keys(uint32_t keys, uint32_t limit) {
+  return __heq2_mask(as_pair(keys), as_pair(limit));
+}
+constexpr uint32_t kBelowAll = 0xbf80bf80u, kBeyondAll = 0x7fff7fffu;  // -1; not a number
+
 // The block's view of its row.
 template <typename Key>
 struct Pick {
@@ -165,13 +179,14 @@ struct Pick {
 };
 
 // Counts scored keys by their higher byte: bins [byte, lane].
-__device__ void count_high_bytes(const Pick<uint16_t>& row, int* bins) {
+// `step` tokens lie between a thread's reads: more than all threads' vectors is a sample.
+__device__ void count_high_bytes(const Pick<uint16_t>& row, int* bins, int first, int step) {
   for (int i = threadIdx.x; i < 256 * kCopies; i += kPickThreads) bins[i] = 0;
   __syncthreads();
   constexpr int N = KeyVector<uint16_t>::N;
   int* own = bins + (threadIdx.x & (kCopies - 1));
 #pragma unroll 2
-  for (int token = threadIdx.x * N; token < row.high; token += kPickThreads * N) {
+  for (int token = first; token < row.high; token += step) {
     KeyVector<uint16_t> v;
     v.load(row.keys, token, row.high);
     const bool inner = token >= row.low && token + N <= row.high;
@@ -196,12 +211,27 @@ __device__ int count_low_bytes(const Pick<Key>& row, int prefix, int* bins) {
   const int begin = warp * row.section, end = min_int(begin + row.section, row.high);
   int* own = bins + warp * 256;
   int above = 0;
+  uint32_t pairs = 0;
+  const uint32_t first_of_prefix = static_cast<uint32_t>(prefix) * 0x01000100u;
+  const uint32_t last_of_prefix = first_of_prefix | 0x00ff00ffu;
   constexpr int kUnroll = sizeof(Key) == 1 ? 1 : 2;  // 32 registers
 #pragma unroll kUnroll
   for (int token = begin + lane * N; token < end; token += 32 * N) {
     KeyVector<Key> v;
     v.load(row.keys, token, row.high);
     const bool inner = token >= row.low && token + N <= row.high;
+    if (sizeof(Key) == 2 && inner) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t pair = v.words[i];
+        // Both halves count at once; a lane has fewer than 65,536 keys of each.
+        pairs += larger_keys(pair, last_of_prefix) & 0x00010001u;
+        const uint32_t differs = pair ^ first_of_prefix;
+        if ((differs & 0xff00u) == 0) atomicAdd(own + (pair & 255), 1);
+        if ((differs & 0xff000000u) == 0) atomicAdd(own + ((pair >> 16) & 255), 1);
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int key = v.get(i);
@@ -215,6 +245,7 @@ __device__ int count_low_bytes(const Pick<Key>& row, int prefix, int* bins) {
     }
   }
   __syncthreads();
+  above += (pairs & 0xffffu) + (pairs >> 16);
   return above;
 }
 
@@ -237,6 +268,7 @@ __device__ void find_byte(const int* bins, int byte_stride, int copy_stride, int
     }
     if (lane == 31) warp_sums[thread >> 5] = sum;
   }
+  if (thread == 0) result[0] = -1;
   __syncthreads();
   if (thread < 256) {
     for (int w = 0; w < (thread >> 5); ++w) sum += warp_sums[w];
@@ -254,11 +286,26 @@ __device__ __forceinline__ void classify(const Pick<Key>& row, const KeyVector<K
                                          int end, int threshold, uint32_t& above,
                                          uint32_t& equal) {
   above = equal = 0;
+  if constexpr (sizeof(Key) == 2) {
+    const uint32_t limit = threshold < 0        ? kBelowAll
+                           : threshold > 0xffff ? kBeyondAll
+                                                : static_cast<uint32_t>(threshold) * 0x00010001u;
 #pragma unroll
-  for (int i = 0; i < KeyVector<Key>::N; ++i) {
-    const int key = v.get(i);
-    above |= static_cast<uint32_t>(key > threshold) << i;
-    equal |= static_cast<uint32_t>(key == threshold) << i;
+    for (int i = 0; i < 4; ++i) {
+      // Token 2 i to bit 2 i, token 2 i + 1 to bit 2 i + 17.
+      const uint32_t bits = 0x00020001u << (2 * i);
+      above |= larger_keys(v.words[i], limit) & bits;
+      equal |= equal_keys(v.words[i], limit) & bits;
+    }
+    above = (above | (above >> 16)) & 0xffu;
+    equal = (equal | (equal >> 16)) & 0xffu;
+  } else {
+#pragma unroll
+    for (int i = 0; i < KeyVector<Key>::N; ++i) {
+      const int key = v.get(i);
+      above |= static_cast<uint32_t>(key > threshold) << i;
+      equal |= static_cast<uint32_t>(key == threshold) << i;
+    }
   }
   constexpr int N = KeyVector<Key>::N;
   if (token < row.low || token + N > row.high) {
@@ -278,6 +325,7 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
   static_assert(kCopies == kPickWarps, "both histograms use the same memory");
   __shared__ int bins[256 * kCopies];
   __shared__ int found[2];
+  __shared__ int all_larger;
   __shared__ int warp_above[kPickWarps], warp_equal[kPickWarps];
   const SelectRow which(p, blockIdx.x);
   const int candidates = p.candidates[which.request];
@@ -315,16 +363,39 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
   } else if (wanted >= row.high - row.low) {
     above_count += scored;
   } else {
-    int prefix = 0, left = wanted;
+    int prefix = 0, left = wanted, larger = 0;
+    constexpr int N = KeyVector<Key>::N;
     if constexpr (sizeof(Key) == 2) {
-      count_high_bytes(row, bins);
-      find_byte(bins, kCopies, 1, left, found);
-      prefix = found[0];
-      left -= found[1];
-      __syncthreads();
+      // The higher byte of the threshold, from a sample of 8 keys a thread. All keys are counted
+      // below, which shows whether it is right; if not its neighbour is tried, then all keys.
+      const int spread = row.high / kPickThreads & ~(N - 1);
+      int tries = spread > 2 * N ? 0 : 2;
+      if (tries == 0) {
+        count_high_bytes(row, bins, threadIdx.x * spread, row.high);
+        const float share = static_cast<float>(kPickThreads * N) / (row.high - row.low);
+        find_byte(bins, kCopies, 1, max_int(1, static_cast<int>(wanted * share)), found);
+        prefix = max_int(0, found[0]);
+      }
+      for (;; ++tries) {
+        if (tries == 2) {
+          count_high_bytes(row, bins, threadIdx.x * N, kPickThreads * N);
+          find_byte(bins, kCopies, 1, wanted, found);
+          prefix = found[0];
+        }
+        if (threadIdx.x == 0) all_larger = 0;
+        larger = count_low_bytes<Key>(row, prefix, bins);
+        const int of_warp = __reduce_add_sync(0xffffffffu, larger);
+        if (lane == 0) atomicAdd(&all_larger, of_warp);
+        __syncthreads();
+        left = wanted - all_larger;
+        find_byte(bins, 1, 256, left, found);
+        if (found[0] >= 0 || tries >= 2) break;
+        prefix = min_int(255, max_int(0, left <= 0 ? prefix + 1 : prefix - 1));
+      }
+    } else {
+      larger = count_low_bytes<Key>(row, prefix, bins);
+      find_byte(bins, 1, 256, left, found);
     }
-    const int larger = count_low_bytes<Key>(row, prefix, bins);
-    find_byte(bins, 1, 256, left, found);
     const int byte = found[0];
     threshold = prefix * 256 + byte;
     quota = left - found[1];
@@ -360,23 +431,23 @@ __global__ void __launch_bounds__(kPickThreads, 2) pick_kernel(const SelectParam
       if (lane >= step) sum += other;
     }
     const int total = __shfl_sync(0xffffffffu, sum, 31);
-    int a = above_before + ((sum - mine) & 0xffff), e = equal_before + ((sum - mine) >> 16);
-    uint32_t left = above | equal;
-    while (left) {
-      const int i = __ffs(left) - 1;
-      left &= left - 1;
-      const bool is_tie = (equal >> i) & 1;
-      if (!is_tie || e < quota) {
-        const int position = token + i;
-        int slot = position;
-        if (table) {
-          const int block = position / p.block_size;
-          slot = table[block] * p.block_size + (position - block * p.block_size);
-        }
-        slots[a + min_int(e, quota)] = slot;
+    // Ties are kept up to the quota, so all of a lane's or none, but for one lane of the row.
+    const int ties_before = equal_before + ((sum - mine) >> 16);
+    const int kept_ties = max_int(0, min_int(quota - ties_before, __popc(equal)));
+#pragma unroll 1
+    for (int extra = __popc(equal) - kept_ties; extra > 0; --extra) {
+      equal &= ~(0x80000000u >> __clz(equal));
+    }
+    int at = above_before + ((sum - mine) & 0xffff) + min_int(ties_before, quota);
+#pragma unroll 1
+    for (uint32_t left = above | equal; left; left &= left - 1) {
+      const int position = token + __ffs(left) - 1;
+      int slot = position;
+      if (table) {
+        const int block = position / p.block_size;
+        slot = table[block] * p.block_size + (position - block * p.block_size);
       }
-      a += !is_tie;
-      e += is_tie;
+      slots[at++] = slot;
     }
     above_before += total & 0xffff;
     equal_before += total >> 16;

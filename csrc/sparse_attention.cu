@@ -12,6 +12,14 @@ const char* sparse_for_group(const AttentionParams& p, cudaStream_t stream) {
   constexpr int kLarge = (NT == 1 ? 3 : 2) * kDepth, kSmall = (NT == 1 ? 2 : 3) * kDepth;
   constexpr int kSmallWarps = NT == 1 ? 8 : 4;
   const bool hopper = has_large_smem();
+  // Two small blocks per multiprocessor overlap one's end with the other's middle. Not where items
+  // are so few that each would be split between more than ten blocks: merging them costs more.
+  if constexpr (NT == 1) {
+    if (hopper && 10 * p.batch * p.num_kv_heads >= 2 * num_multiprocessors()) {
+      return launch_sparse<MmaConfig<T, D, NT, 1, 4, kLarge, ScoreMode::kOff, true>, 2>(
+          p, stream, true);
+    }
+  }
   return hopper ? launch_sparse<MmaConfig<T, D, NT, 1, 8, kLarge, ScoreMode::kOff, true>>(
                       p, stream, true)
                 : launch_sparse<MmaConfig<T, D, NT, 1, kSmallWarps, kSmall, ScoreMode::kOff, true>>(

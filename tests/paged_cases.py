@@ -4,7 +4,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -512,6 +517,19 @@ def expected_budget(case: SelectCase, length: int) -> int:
     return min(asked, length)
 
 
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the GPU raises."""
+    with warnings.catch_warnings():
+        # torch warns, once, that the mode is a prototype.
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def check_graph_replays(path: str, device: torch.device) -> None:
     """Schedule, verification and selection in one captured graph, replayed with other lengths.
 
@@ -582,9 +600,8 @@ def check_graph_replays(path: str, device: torch.device) -> None:
         floor.fill_(config.min_tokens)
         out.fill_(math.nan)
         # A replay may not wait for the host.
-        torch.cuda.set_sync_debug_mode("error")
-        graph.replay()
-        torch.cuda.set_sync_debug_mode("default")
+        with no_synchronisation():
+            graph.replay()
         assert not bool(workspace.counters.any()), "counters are not zero again"
         for b, n in enumerate(lengths):
             rows = slice(8 * b, 8 * b + 8)
@@ -606,3 +623,63 @@ def check_graph_replays(path: str, device: torch.device) -> None:
             assert int(counts[b]) == budget
             wanted = paged.pick_row(ranked.cpu(), budget, sinks=0, recent=0)
             assert torch.equal(slots[0, b, 0, :budget].long().cpu(), wanted)
+
+
+def check_changing_lengths(path: str, device: torch.device) -> None:
+    """Calls end although another stream rewrites the lengths under them, and later ones are right.
+
+    What such a call computes is undefined, but its warps must agree on the tiles: they wait for
+    each other.
+
+    Raises:
+        AssertionError: calls did not end, or left something behind.
+    """
+    for head_dim, queries in itertools.product((64, 128), (8, 16)):
+        case = Case(
+            heads=16,
+            head_dim=head_dim,
+            lens=(40000, 20000, 9000),
+            queries=(queries,) * 3,
+            mode="hint",
+            path=path,
+        )
+        this = make_paged(case, device)
+        workspace = new_workspace(case, device)
+        before = run_verify(this, workspace)
+        score = make_score(case, device)
+        lens, side = this.lens.clone(), torch.cuda.Stream()
+        rng = torch.Generator().manual_seed(0)
+        others = (torch.rand(64, 3, generator=rng) * this.lens.cpu()).clamp(min=queries)
+        others = others.to(torch.int32).to(device)
+        torch.cuda.synchronize()
+        for i in range(100):
+            with torch.cuda.stream(side):
+                for j in range(8):
+                    this.lens.copy_(others[(8 * i + j) % 64])
+            ops.verify_attention(
+                this.q,
+                this.k,
+                this.v,
+                block_table=this.table,
+                seq_lens=this.lens,
+                query_start=this.query_start,
+                prefix=before.prefix,
+                max_queries=queries,
+                scale=head_dim**-0.5,
+                out=torch.empty_like(this.q),
+                lse=torch.empty_like(before.lse),
+                workspace=workspace,
+                score=score,
+                hint=this.hint,
+                path=path,
+            )
+        ended = torch.cuda.Event()
+        ended.record()
+        deadline = time.monotonic() + 20
+        while not ended.query():
+            assert time.monotonic() < deadline, "calls wait for themselves"
+            time.sleep(0.01)
+        torch.cuda.synchronize()
+        this.lens.copy_(lens)
+        after = run_verify(this, workspace)
+        assert torch.equal(before.out, after.out), "a call left something behind"

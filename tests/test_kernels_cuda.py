@@ -51,6 +51,11 @@ def test_one_graph_serves_lengths_that_grow_shrink_and_end(path: str, device: to
     paged_cases.check_graph_replays(path, device)
 
 
+@pytest.mark.parametrize("path", _paths())
+def test_lengths_that_change_under_a_call_cannot_hang_it(path: str, device: torch.device) -> None:
+    paged_cases.check_changing_lengths(path, device)
+
+
 def test_a_second_library_load_is_harmless() -> None:
     assert build.unavailable_reason() is None
     build.unavailable_reason.cache_clear()

@@ -26,41 +26,94 @@ struct Item {
   __device__ bool is_whole() const { return begin == 0 && end == units; }
 };
 
-// Walks the items of this block's slice.
+// Walks the items of this block's slice. What it must know of requests, a block reads once, into
+// shared memory: its warps work on the same tiles, and would wait for each other for ever if
+// lengths changed under them and they disagreed.
 struct SliceWalk {
-  int per_request;  // items per request
-  int unit, end, slice, request;
+  static constexpr int kWindow = 64;
+  int unit, request;  // where this thread stands
 
-  // Every thread of the block must call this.
+  // The same for all threads, and looked up once per item: rather there than in registers.
+  struct Shared {
+    int per_request;       // items per request
+    int end, slice;        // units
+    int first;             // request that `window` begins with
+    int4 window[kWindow];  // first unit (of one item), length, first row, first row of the next
+  };
+  __device__ static Shared& shared() {
+    __shared__ Shared of_block;
+    return of_block;
+  }
+  __device__ static int4 known(int request) {
+    return shared().window[request - shared().first];
+  }
+  __device__ static int slice() { return shared().slice; }
+
+  __device__ static int4 load(const AttentionParams& p, int request) {
+    if (request >= p.batch) return make_int4(p.prefix[p.batch], 0, 0, 0);
+    const int row = p.query_start ? p.query_start[request] : request;
+    return make_int4(p.prefix[request], p.seq_lens[request], row,
+                     p.query_start ? p.query_start[request + 1] : request + 1);
+  }
+
+  // Every thread of the block must call this, and a barrier follow. Loads that do not depend on
+  // each other are asked for together.
   __device__ void start(const AttentionParams& p, int row_blocks) {
-    per_request = p.num_kv_heads * row_blocks;
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int4 mine = load(p, min(thread, p.batch));
+    const int next = p.prefix[min(thread + 1, p.batch)];
+    const int per_request = p.num_kv_heads * row_blocks;
     const int total = p.prefix[p.batch] * per_request;
-    slice = slice_units(total, gridDim.x);
+    const int slice = slice_units(total, gridDim.x);
     unit = blockIdx.x * slice;
-    end = min(unit + slice, total);
-    request = 0;
-    if (unit >= end) return;
-    for (int base = 0; base < p.batch; base += blockDim.x) {
-      const int i = base + static_cast<int>(threadIdx.x);
+    request = __syncthreads_count(thread < p.batch && next * per_request <= unit);
+    for (int base = threads; base < p.batch; base += threads) {
+      const int i = base + thread;
       request += __syncthreads_count(i < p.batch && p.prefix[i + 1] * per_request <= unit);
+    }
+    if (thread == 0) {
+      shared().per_request = per_request;
+      shared().end = min(unit + slice, total);
+      shared().slice = slice;
+      shared().first = request;
+    }
+    if (p.batch < threads) {
+      const int i = thread - request;
+      if (i >= 0 && i < kWindow) shared().window[i] = mine;
+    } else if (thread < kWindow) {
+      shared().window[thread] = load(p, request + thread);
     }
   }
 
-  __device__ bool next(const AttentionParams& p, Item& item) {
+  // The next item. `sync` is a barrier of the `threads` threads that walk; this is number `thread`.
+  template <typename Sync>
+  __device__ bool next(const AttentionParams& p, Item& item, int thread, int threads, Sync sync) {
+    const int per_request = shared().per_request, end = shared().end;
     if (unit >= end) return false;
-    while (p.prefix[request + 1] * per_request <= unit) ++request;
-    const int first = p.prefix[request];
-    item.units = p.prefix[request + 1] - first;
-    const int local = unit - first * per_request;
+    for (;; ++request) {
+      if (request + 1 - shared().first >= kWindow) {
+        sync();
+        for (int i = thread; i < kWindow; i += threads) {
+          shared().window[i] = load(p, request + i);
+        }
+        if (thread == 0) shared().first = request;
+        sync();
+      }
+      if (request >= p.batch) return false;  // only if lengths changed since the start
+      if (known(request + 1).x * per_request > unit) break;
+    }
+    const int4 now = known(request);
+    item.units = known(request + 1).x - now.x;
+    const int local = unit - now.x * per_request;
     const int index = local / item.units;
     item.request = request;
     item.head = index % p.num_kv_heads;
     item.row_block = index / p.num_kv_heads;
     item.begin = local - index * item.units;
     item.end = min(item.units, item.begin + end - unit);
-    item.length = p.seq_lens[request];
-    item.query0 = p.query_start ? p.query_start[request] : request;
-    item.queries = p.query_start ? p.query_start[request + 1] - item.query0 : 1;
+    item.length = now.y;
+    item.query0 = now.z;
+    item.queries = now.w - now.z;
     unit += item.end - item.begin;
     return true;
   }
@@ -176,11 +229,18 @@ __device__ void merge_partials(const AttentionParams& p, const ItemParts& parts,
   }
   sync();
   if (!*flag) return;
-  const int group = p.num_heads / p.num_kv_heads;
-  // Loads of several elements and parts in flight together: one thread after another would wait
-  // for the L2 cache `elements * parts` times.
-  const int total = num_rows * (D / 4);
-  for (int base = thread; base < total; base += kElements * threads) {
+  // This code runs once per item, and while memory is busy its instructions come slowly: few round
+  // trips and short code both count. A row's pieces of four elements lie in kLanes lanes; a piece's
+  // index also is its place in a part. Lane i fetches maximum and sum of part i modulo
+  // kParts and hands its factor round; at the end lane e finishes the row of element e.
+  constexpr int kLanes = D / 4;
+  static_assert((kParts & (kParts - 1)) == 0 && kParts <= kLanes, "lanes share parts' factors");
+  static_assert(kElements <= kLanes, "one lane finishes one row");
+  constexpr unsigned kAll = 0xffffffffu;
+  const int lane = thread & 31, own = lane & (kParts - 1), in_row = lane & (kLanes - 1);
+  const int total = num_rows * kLanes, stride = 2 * rows * (D + 2);
+  const float* first = partial_of<D>(p, parts.first, 0, rows);
+  for (int base = thread - lane; base < total; base += kElements * threads) {
     float4 sum[kElements];
     float top[kElements], l[kElements];
 #pragma unroll
@@ -189,53 +249,80 @@ __device__ void merge_partials(const AttentionParams& p, const ItemParts& parts,
       top[e] = kNoMax;
       l[e] = 0.0f;
     }
-    for (int block = parts.first; block <= parts.last; block += kParts) {
+    const int count = parts.last - parts.first + 1;
+    for (int done = 0; done < count; done += kParts) {
       float4 o[kElements][kParts];
-      float2 ml[kElements][kParts];
+      float2 ml[kElements];
+      // Only the first part is one that its block did not begin: slot 1.
+      const float* from = first + done * stride + 4 * (base + lane);
+      const float* from0 = done == 0 ? from + rows * (D + 2) : from;
+      const int part = done + own;
+      const float* own_ml = first + part * stride + (part == 0 ? rows * (D + 2) : 0) + rows * D +
+                            2 * ((base + lane) / kLanes);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        const int i = min(base + e * threads, total - 1);
-        const int row = i / (D / 4), d = (i % (D / 4)) * 4;
+        const bool real = base + lane + e * threads < total;
+        ml[e] = make_float2(kNoMax, 0.0f);
+        if (real && part < count) {
+          ml[e] = __ldcg(reinterpret_cast<const float2*>(own_ml + 2 * e * (threads / kLanes)));
+        }
 #pragma unroll
         for (int j = 0; j < kParts; ++j) {
-          const int from = min(block + j, parts.last);
-          const float* part = partial_of<D>(p, from, from == parts.first, rows);
-          ml[e][j] = __ldcg(reinterpret_cast<const float2*>(part + rows * D + 2 * row));
-          o[e][j] = __ldcg(reinterpret_cast<const float4*>(part + row * D + d));
+          o[e][j] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (real && done + j < count) {
+            o[e][j] = __ldcg(reinterpret_cast<const float4*>((j == 0 ? from0 : from + j * stride) +
+                                                             4 * e * threads));
+          }
         }
       }
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        float next = top[e];
+        float next = fmaxf(top[e], ml[e].x);
 #pragma unroll
-        for (int j = 0; j < kParts; ++j) next = fmaxf(next, ml[e][j].x);
-        const float kept = exp2f(top[e] - next);
+        for (int step = 1; step < kParts; step *= 2) {
+          next = fmaxf(next, __shfl_xor_sync(kAll, next, step));
+        }
+        const float kept = exp2_fast(top[e] - next), f = exp2_fast(ml[e].x - next);
+        float added = ml[e].y * f;
+#pragma unroll
+        for (int step = 1; step < kParts; step *= 2) {
+          added += __shfl_xor_sync(kAll, added, step);
+        }
         top[e] = next;
-        l[e] *= kept;
+        l[e] = fmaf(l[e], kept, added);
         sum[e] = make_float4(sum[e].x * kept, sum[e].y * kept, sum[e].z * kept, sum[e].w * kept);
 #pragma unroll
         for (int j = 0; j < kParts; ++j) {
-          const float f = block + j <= parts.last ? exp2f(ml[e][j].x - next) : 0.0f;
-          l[e] = fmaf(ml[e][j].y, f, l[e]);
-          sum[e].x = fmaf(o[e][j].x, f, sum[e].x);
-          sum[e].y = fmaf(o[e][j].y, f, sum[e].y);
-          sum[e].z = fmaf(o[e][j].z, f, sum[e].z);
-          sum[e].w = fmaf(o[e][j].w, f, sum[e].w);
+          const float g = __shfl_sync(kAll, f, j, kParts);
+          sum[e].x = fmaf(o[e][j].x, g, sum[e].x);
+          sum[e].y = fmaf(o[e][j].y, g, sum[e].y);
+          sum[e].z = fmaf(o[e][j].z, g, sum[e].z);
+          sum[e].w = fmaf(o[e][j].w, g, sum[e].w);
         }
       }
     }
+    float own_top = top[0], own_l = l[0];
+#pragma unroll
+    for (int e = 1; e < kElements; ++e) {
+      own_top = in_row == e ? top[e] : own_top;
+      own_l = in_row == e ? l[e] : own_l;
+    }
+    const int row = (base + lane) / kLanes + in_row * (threads / kLanes);
+    const bool finishes = in_row < kElements && row < num_rows;
+    const Row r(row0 + (finishes ? row : 0), p.num_heads / p.num_kv_heads, item.queries);
+    const int head = item.head * (p.num_heads / p.num_kv_heads) + r.head;
+    const int token = item.query0 + r.query;
+    float own_f;
+    const float lse = finish_row(own_top, own_l, sink_of(p, head), own_f);
+    if (finishes) p.lse[static_cast<int64_t>(token) * p.num_heads + head] = lse * kLn2;
+    const long long own_at = token * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
-      const int i = base + e * threads;
-      if (i >= total) break;
-      const int row = i / (D / 4), d = (i % (D / 4)) * 4;
-      const Row r(row0 + row, group, item.queries);
-      const int head = item.head * group + r.head, token = item.query0 + r.query;
-      float f;
-      const float lse = finish_row(top[e], l[e], sink_of(p, head), f);
-      store_out4<T>(p, token, head, d,
-                    make_float4(sum[e].x * f, sum[e].y * f, sum[e].z * f, sum[e].w * f));
-      if (d == 0) p.lse[static_cast<int64_t>(token) * p.num_heads + head] = lse * kLn2;
+      const float f = __shfl_sync(kAll, own_f, e, kLanes);
+      const long long at = __shfl_sync(kAll, own_at, e, kLanes);
+      if (base + lane + e * threads >= total) continue;
+      *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + at + 4 * in_row) =
+          make_uint2(pack<T>(sum[e].x * f, sum[e].y * f), pack<T>(sum[e].z * f, sum[e].w * f));
     }
   }
 }

@@ -512,14 +512,15 @@ __global__ void __launch_bounds__(C::THREADS, 1)
   const int rows = p.max_queries * (p.num_heads / p.num_kv_heads);
   SliceWalk walk;
   walk.start(p, ceil_div(rows, kRows));
+  __syncthreads();
   MmaKernel<C> kernel(p, shared);
-  while (walk.next(p, kernel.item)) {
+  while (walk.next(p, kernel.item, threadIdx.x, C::THREADS, [] { __syncthreads(); })) {
     const int own = kernel.item.queries * (p.num_heads / p.num_kv_heads);
     if (kernel.item.row_block * kRows >= own) continue;  // a short request has fewer row blocks
     kernel.run_item();
     if (!kernel.item.is_whole()) {
       merge_partials<typename C::T, C::D, 1, 4>(
-          p, ItemParts(kernel.item, walk.unit, walk.slice), kernel.item, kRows,
+          p, ItemParts(kernel.item, walk.unit, walk.slice()), kernel.item, kRows,
           kernel.item.row_block * kRows, kernel.num_rows, threadIdx.x, C::THREADS, kernel.flag,
           [] { __syncthreads(); });
     }

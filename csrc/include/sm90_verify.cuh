@@ -48,6 +48,7 @@ struct Sm90Config {
   static_assert(WG * CONSUMER_REGISTERS + (3 - WG) * HELPER_REGISTERS <= 3 * 168,
                 "registers of the block");
   static constexpr int THREADS = CONSUMERS + 32 * HELPERS;
+  static constexpr int WALKERS = CONSUMERS + 32 * (PRODUCERS + (COLLECTS ? SCORERS : 0));
   // A tile in shared memory: [8 tokens][panel][8 x 128 bytes], a panel being 64 elements of K or V.
   // In this order one box of the tensor map fills two octets with everything they have.
   static constexpr int ATOM_BYTES = 1024, PANELS = D / 64;
@@ -131,12 +132,13 @@ struct Sm90Kernel {
 
   // The next item that has rows in its row block; the same for every warp.
   __device__ bool next_item() {
-    while (walk.next(p, item)) {
+    while (walk.next(p, item, threadIdx.x, C::WALKERS, [] { named_barrier(4, C::WALKERS); })) {
       if (item.row_block * C::ROWS < item.queries * group) {
         first_token = aligned_down(first_visible(item.length, item.queries, p.window)) +
                       item.begin * kUnitTokens;
         limit = min(item.length, first_token + (item.end - item.begin) * kUnitTokens);
-        end_tile = ceil_div(limit - first_token, TN);
+        // One at least, as the consumers expect, should lengths have changed since the schedule.
+        end_tile = max(1, ceil_div(limit - first_token, TN));
         return true;
       }
     }
@@ -381,6 +383,7 @@ struct Sm90Kernel {
   float row_max[2], row_sum[2], rescale[2];
   uint32_t weights[2];  // of the thread's rows, twice: hint: factors, bf16; exact: code shifts
   float scale_log2;
+  float hint_log2[2];  // of the thread's rows: the normaliser; infinite where nothing is collected
 
   __device__ int packed_row(int i) const {
     return item.row_block * C::ROWS + warp * 16 + (lane >> 2) + i * 8;
@@ -404,24 +407,34 @@ struct Sm90Kernel {
     }
 #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
+    load_hints();
+  }
+
+  static constexpr int kWeights = C::SCORE == ScoreMode::kOff ? 0 : 2;
+
+  // Fetched with the queries: under load the way to memory takes longer than a tile. An infinite
+  // normaliser makes all scores of a row nothing.
+  __device__ void load_hints() {
+#pragma unroll
+    for (int i = 0; i < kWeights; ++i) {
+      const Row r(packed_row(i), group, item.queries);
+      const bool taken = C::SCORE == ScoreMode::kExact
+                             ? packed_row(i) < p.score_width
+                             : is_collected(p, item.request, r.query, item.queries);
+      const int at = item.request * p.num_heads + item.head * group + r.head;
+      hint_log2[i] = r.is_real && taken ? kLog2e * p.hint[at] : INFINITY;
+    }
   }
 
   // What turns P into scores changes with the maxima.
   __device__ void update_weights() {
-    constexpr int kRows = C::SCORE == ScoreMode::kOff ? 0 : 2;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const Row r(packed_row(i), group, item.queries);
-      const int at = item.request * p.num_heads + item.head * group + r.head;
-      const float hint = kLog2e * p.hint[at];
+    for (int i = 0; i < kWeights; ++i) {
       if constexpr (C::SCORE == ScoreMode::kExact) {
-        const int shift = r.is_real && packed_row(i) < p.score_width
-                              ? exact_shift(row_max[i], hint) : kNoCode;
+        const int shift = exact_shift(row_max[i], hint_log2[i]);
         weights[i] = static_cast<uint32_t>(shift & 0xffff) * 0x10001u;
       } else {
-        const bool taken =
-            r.is_real && is_collected(p, item.request, r.query, item.queries);
-        const float factor = taken ? hint_factor(row_max[i], hint) : 0.0f;
+        const float factor = hint_factor(row_max[i], hint_log2[i]);
         weights[i] = pack<__nv_bfloat16>(factor, factor);
       }
     }
@@ -478,7 +491,7 @@ struct Sm90Kernel {
       return;
     }
     const int token = first_token + tile * TN, rows = item.length - token;
-    if (rows >= TN || (rows & 15) == 0) return;
+    if (rows <= 0 || rows >= TN || (rows & 15) == 0) return;
     const int pieces = (16 - (rows & 15)) * 8 * C::PANELS;
     const uint32_t base = tiles + stage * C::STAGE_BYTES + C::V_BYTES;
     for (int i = threadIdx.x & 127; i < pieces; i += 128) {
@@ -651,8 +664,9 @@ struct Sm90Kernel {
 
   __device__ void finish() {
     // Read again: rather a load per item than a register through the main loop.
-    item.query0 = p.query_start[item.request];
-    item.units = p.prefix[item.request + 1] - p.prefix[item.request];
+    const int4 known = walk.known(item.request);
+    item.query0 = known.z;
+    item.units = walk.known(item.request + 1).x - known.x;
     const bool whole = item.is_whole();
     float* partial = partial_of<D>(p, blockIdx.x, item.begin == 0 ? 1 : 0, C::ROWS);
     const int row0 = item.row_block * C::ROWS;
@@ -692,8 +706,10 @@ struct Sm90Kernel {
     }
     if (!whole) {
       __shared__ int flag;
-      merge_partials<T, D, D == 128 ? 4 : 1, 4>(
-          p, ItemParts(item, walk.unit, walk.slice), item, C::ROWS, row0, rows,
+      constexpr int kMergeElements = C::WG == 1 && D == 128 ? 4 : 2;
+      constexpr int kMergeParts = C::WG == 1 && D == 128 ? 8 : 4;
+      merge_partials<T, D, kMergeElements, kMergeParts>(
+          p, ItemParts(item, walk.unit, walk.slice()), item, C::ROWS, row0, rows,
           threadIdx.x, C::CONSUMERS, &flag, [] { named_barrier(1, C::CONSUMERS); });
     }
   }

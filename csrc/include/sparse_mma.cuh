@@ -14,7 +14,8 @@ namespace vegas {
 
 // What the loops need to know of the requests from `first` on, in shared memory.
 struct Requests {
-  static constexpr int kWindow = 64;
+  // As many as fit beside two blocks per multiprocessor.
+  static constexpr int kWindow = 12;
   int first;
   int4* window;  // first unit (of one head), length, listed entries, start of the tail
 
@@ -226,17 +227,17 @@ struct SparseKernel : MmaKernel<C> {
       if (any) this->fetch_queries(now.item, this->q);
       this->finish();
       if (!this->item.is_whole()) {
-        merge_partials<typename C::T, C::D, 1, 8>(p, parts, this->item, C::ROWS, 0, this->num_rows,
-                                                  threadIdx.x, C::THREADS, this->flag,
-                                                  [] { __syncthreads(); });
+        merge_partials<typename C::T, C::D, 1, C::KVW == 4 ? 16 : 8>(
+            p, parts, this->item, C::ROWS, 0, this->num_rows, threadIdx.x, C::THREADS, this->flag,
+            [] { __syncthreads(); });
       }
     }
     cp_async_wait<0>();
   }
 };
 
-template <typename C>
-__global__ void __launch_bounds__(C::THREADS, 1)
+template <typename C, int BLOCKS>
+__global__ void __launch_bounds__(C::THREADS, BLOCKS)
     sparse_attention_kernel(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char shared[];
   if (!p.overlap) wait_for_previous_kernel();
@@ -251,13 +252,13 @@ __global__ void __launch_bounds__(C::THREADS, 1)
 // Launched so that blocks take their places, and with `overlap` begin, while the kernel in front
 // ends. A kernel lets the next one start only after its own wait, so that whatever starts may rely
 // on all kernels but the one right in front.
-template <typename C>
+template <typename C, int BLOCKS = 1>
 const char* launch_sparse(const AttentionParams& p, cudaStream_t stream, bool programmatic) {
   constexpr int kBytes = SparseKernel<C>::SMEM_BYTES;
   static const cudaError_t configured = cudaFuncSetAttribute(
-      sparse_attention_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+      sparse_attention_kernel<C, BLOCKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (configured != cudaSuccess) return cudaGetErrorString(configured);
-  const int grid = num_multiprocessors();
+  const int grid = BLOCKS * num_multiprocessors();
   if (p.partials_floats < static_cast<int64_t>(2) * grid * C::ROWS * (C::D + 2)) {
     return "the workspace is smaller than make_workspace() makes it";
   }
@@ -271,7 +272,7 @@ const char* launch_sparse(const AttentionParams& p, cudaStream_t stream, bool pr
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  const cudaError_t error = cudaLaunchKernelEx(&config, sparse_attention_kernel<C>, p);
+  const cudaError_t error = cudaLaunchKernelEx(&config, sparse_attention_kernel<C, BLOCKS>, p);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
