@@ -10,6 +10,7 @@ from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, StorageError
 from vegas_runtime.records import Run
+from vegas_tune.evidence import outcome_from_row, outcome_to_row
 from vegas_tune.laboratory import (
     MAX_RETRIES,
     Failed,
@@ -68,6 +69,10 @@ def test_costs_hold_everything_since_the_measurement_before() -> None:
     assert isinstance(second, Measured)
     assert first.cost_s == pytest.approx(20.0 + 7.0 + first.run.elapsed_s, abs=1e-5)
     assert second.cost_s == pytest.approx(second.run.elapsed_s, abs=1e-5)
+    assert (first.load_s, second.load_s) == (20.0, 0.0)
+    assert first.preparation_s == pytest.approx(7.0, abs=1e-5)
+    assert second.preparation_s == pytest.approx(0.0, abs=1e-5)
+    assert [outcome_from_row(outcome_to_row(one)) for one in (first, second)] == [first, second]
     assert lab.spent_s == pytest.approx(20.0 + engine.now_s(), abs=1e-5)
 
 

@@ -247,10 +247,11 @@ def test_a_search_without_any_figure_has_no_choice() -> None:
     assert len(search.measured()) == 1
 
 
-def test_a_replay_takes_the_same_budget_decisions() -> None:
-    bench = Bench(PLATEAU, budget_s=700.0)
+@pytest.mark.parametrize(("budget_s", "status"), [(400.0, "inconclusive"), (700.0, "validated")])
+def test_a_replay_takes_the_same_budget_decisions(budget_s: float, status: str) -> None:
+    bench = Bench(PLATEAU, budget_s=budget_s)
     live = bench.sweep()
-    assert live.status == "inconclusive"
+    assert live.status == status
     again = run_sweep(bench.plan, RecordedLab(bench.store.outcomes.values()))
     assert _decisions(again) == _decisions(live)
     assert again.outcomes == live.outcomes
@@ -287,6 +288,30 @@ def test_no_step_eats_the_next_ones_share() -> None:
     assert spent[SPARSITY] + spent[GAMMA] <= 0.60 * 1500.0
     assert sum(spent[step] for step in STEPS[:3]) <= 0.70 * 1500.0
     assert spent[VALIDATE] > 0
+
+
+@pytest.mark.parametrize("load_s", [300.0, 1000.0])
+def test_the_engine_s_start_is_not_taken_for_a_prefill(load_s: float) -> None:
+    # Every new block would seem to cost another start, and nothing would fit any more.
+    result = Bench(PLATEAU, budget_s=2500.0 + load_s, load_s=load_s).sweep()
+    assert (result.status, result.num_rounds >= result.plan.looks[0]) == ("validated", True)
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "budget_s"), [(200.0, 1500.0), (250.0, 1500.0), (300.0, 2000.0)]
+)
+def test_where_prefills_are_long_the_search_leaves_validation_its_first_look(
+    prefill_s: float, budget_s: float
+) -> None:
+    bench = Bench(PLATEAU, budget_s=budget_s, prefill_s=prefill_s, blocks=2)
+    result = bench.sweep()
+    assert result.num_rounds >= result.plan.looks[0]
+    assert result.spent_s <= budget_s + 1.0
+    assert bench.regret(result) <= 0.03
+    # Alone, the search takes its whole share.
+    alone = Bench(PLATEAU, budget_s=budget_s, prefill_s=prefill_s, blocks=2)
+    searched_s = sum(one.cost_s for one in result.outcomes if one.point.step != VALIDATE)
+    assert searched_s < run_search(alone.plan, alone.lab).spent_s
 
 
 def test_a_budget_that_ends_in_the_first_measurement_says_so() -> None:

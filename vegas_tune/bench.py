@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_tune.decide import Cell, Decision, Rates
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
 from vegas_tune.measure import Counts
-from vegas_tune.plan import BUDGET_SHARES, VALIDATE, Plan, Point, Predictor
+from vegas_tune.plan import BUDGET_SHARES, REFINE, VALIDATE, Plan, Point, Predictor
+
+# Settings of a validation round: two finalists and plain decoding.
+NUM_VALIDATED: Final = 3
 
 
 class Progress(Protocol):
@@ -46,19 +49,27 @@ class Silent:
 class Bench:
     """One sweep's measurements.
 
+    Args:
+        plan: gives budget and shares.
+        lab: measures.
+        progress: is told.
+        validates: whether validation follows the search, which then leaves it what its first look
+            will take.
+
     Attributes:
         outcomes: every result asked for, in order.
         dominated: settings not tried because a smaller one ran out of memory, with the reason.
         is_budget_spent: whether a measurement was passed over for want of time.
     """
 
-    def __init__(self, plan: Plan, lab: Lab, progress: Progress) -> None:
+    def __init__(self, plan: Plan, lab: Lab, progress: Progress, *, validates: bool = True) -> None:
         self.outcomes: list[Outcome] = []
         self.dominated: dict[SpeculationConfig, str] = {}
         self.is_budget_spent = False
         self._plan = plan
         self._lab = lab
         self._progress = progress
+        self._validates = validates
         self._rounds = 0
         self._block = 0
 
@@ -90,8 +101,8 @@ class Bench:
         """
         if self._is_dominated(config):
             return ()
-        limit_s = self._plan.budget_s * BUDGET_SHARES[step]
-        if self.spent_s + self._estimate_s(step, config) > limit_s:
+        cost_s = self._preparation_s(self._block) + self._pass_s(step, config)
+        if self.spent_s + cost_s > self._limit_s(step):
             self.is_budget_spent = True
             return ()
         points = [
@@ -140,8 +151,8 @@ class Bench:
 
     def has_room_for(self, step: str, configs: Iterable[SpeculationConfig]) -> bool:
         """Whether a whole round of these settings fits into what is left of the budget."""
-        cost_s = sum(self._estimate_s(step, config) for config in configs)
-        return self.spent_s + cost_s <= self._plan.budget_s * BUDGET_SHARES[step]
+        cost_s = sum(self._pass_s(step, config) for config in configs)
+        return self.spent_s + self._preparation_s(self._block) + cost_s <= self._limit_s(step)
 
     def measured(self, *steps: str) -> list[Measured]:
         """Finished measurements of these steps, of all by default, in order."""
@@ -162,11 +173,31 @@ class Bench:
 
     # ------------------------------------------------------------------ cost
 
+    def _limit_s(self, step: str) -> float:
+        """When a step has to end, seconds of the budget.
+
+        On a slow machine the usual shares would leave validation less than its first look takes,
+        and the whole sweep without an answer: the search then gives up as much, of what it has at
+        most half.
+        """
+        budget_s, share = self._plan.budget_s, BUDGET_SHARES[step]
+        if step == VALIDATE or not self._validates or not self.measured():
+            return budget_s * share
+        most_s = budget_s * BUDGET_SHARES[REFINE]
+        search_s = min(most_s, max(most_s / 2, budget_s - self._first_look_s()))
+        return search_s * share / BUDGET_SHARES[REFINE]
+
+    def _first_look_s(self) -> float:
+        """What validation takes up to its first look, all settings as slow as plain decoding."""
+        plan = self._plan
+        passes_s = NUM_VALIDATED * plan.looks[0] * self._pass_s(VALIDATE, plan.plain)
+        return self._preparation_s(plan.validation_blocks[0]) + passes_s
+
     def _tokens(self, step: str) -> int:
         return self._plan.validation_tokens if step == VALIDATE else self._plan.tokens
 
-    def _estimate_s(self, step: str, config: SpeculationConfig) -> float:
-        """Expected cost of a measurement in the open round; 0 while nothing is known."""
+    def _pass_s(self, step: str, config: SpeculationConfig) -> float:
+        """Expected time of a pass over a block that is prepared; 0 while nothing is known."""
         known = self.measured()
         if not known:
             return 0.0
@@ -180,11 +211,17 @@ class Bench:
         rate = sum(same) / len(same) if same else self.predictor().rate(config)
         if not math.isfinite(rate) or rate <= 0:
             rate = min(measured.figures.decode_tok_s.est for measured in known)
-        cost_s = self._tokens(step) / rate * overhead
-        if any(measured.point.block == self._block for measured in known):
-            return cost_s
-        # A new block is prefilled first; earlier blocks' first measurements say what that takes.
-        return cost_s + max(measured.cost_s - measured.run.elapsed_s for measured in known)
+        return self._tokens(step) / rate * overhead
+
+    def _preparation_s(self, block: int) -> float:
+        """Expected time of preparing a block: of its prefill where it is new.
+
+        The longest that a measurement of an earlier block took; 0 while nothing is known.
+        """
+        known = self.measured()
+        if any(measured.point.block == block for measured in known):
+            return 0.0
+        return max((measured.preparation_s for measured in known), default=0.0)
 
     # ------------------------------------------------------------------ memory
 

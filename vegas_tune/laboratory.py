@@ -40,6 +40,7 @@ class Measured:
         run: the records.
         where: device it was measured on; empty in a run of one engine.
         telemetry: what the GPU did meanwhile, `telemetry.Telemetry.to_dict()`; None unwatched.
+        load_s: of the cost, what came before any preparation: loading the model, starting vLLM.
     """
 
     point: Point
@@ -48,6 +49,12 @@ class Measured:
     run: Run
     where: str = ""
     telemetry: Mapping[str, Any] | None = None
+    load_s: float = 0.0
+
+    @property
+    def preparation_s(self) -> float:
+        """What setting up the block took, its prefill where it was new, seconds."""
+        return self.cost_s - self.load_s - self.run.elapsed_s
 
     @cached_property
     def figures(self) -> Measurement:
@@ -316,6 +323,7 @@ class Performer:
         self._watch = watch or watch_for(engine.info)
         self._run = run or (lambda point, deadline: run_point(engine, blocks, point, deadline))
         self._where = where
+        self._load_s = load_s
         self._mark_s = engine.now_s() - load_s
 
     def perform(self, point: Point, attempt: int, limit_s: float) -> Outcome:
@@ -341,12 +349,13 @@ class Performer:
         # Rounded here, so that a stored cost and a live one lead to the same decision.
         cost_s = round(now_s - self._mark_s, 6)
         self._mark_s = now_s
+        load_s, self._load_s = self._load_s, 0.0
         common: dict[str, Any] = {
             "point": point, "attempt": attempt, "cost_s": cost_s, "where": self._where,
             "telemetry": None if seen is None else seen.to_dict(),
         }  # fmt: skip
         if failure is None:
-            return Measured(**common, run=run)
+            return Measured(**common, run=run, load_s=round(load_s, 6))
         kind, reason = failure
         if kind in RETRIED_KINDS and now_s >= deadline_s:
             kind, reason = "timeout", f"the budget ended during the measurement ({reason})"

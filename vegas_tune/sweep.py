@@ -125,14 +125,14 @@ def run_search(plan: Plan, lab: Lab, progress: Progress | None = None) -> Search
     Raises:
         StorageError: a result could not be kept, or a record is missing.
     """
-    return _Sweep(plan, lab, progress or Silent()).search()
+    return _Sweep(plan, lab, progress or Silent(), validates=False).search()
 
 
 class _Sweep:
-    def __init__(self, plan: Plan, lab: Lab, progress: Progress) -> None:
+    def __init__(self, plan: Plan, lab: Lab, progress: Progress, *, validates: bool = True) -> None:
         self._plan = plan
         self._progress = progress
-        self._bench = Bench(plan, lab, progress)
+        self._bench = Bench(plan, lab, progress, validates=validates)
         self._decisions: list[Decision] = []
 
     # ------------------------------------------------------------------ the program
