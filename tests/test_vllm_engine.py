@@ -423,6 +423,15 @@ def test_both_arms_get_the_same_options_but_the_plugin_s() -> None:
     assert speculative["sparse_attn_ratio"] <= 0.5
 
 
+def test_quest_s_bounds_take_nothing_from_a_cache_of_a_given_size() -> None:
+    quest = capacity().config.replace(algorithm="quest")
+    for also, memory in (((), 1600), ((quest,), 1700)):
+        size = capacity(kv_cache_bytes=1600, also=also)
+        options = engine_options(checkpoint(), size, is_stock=False)
+        assert options["kv_cache_memory_bytes"] == memory
+        assert engine_options(checkpoint(), size, is_stock=True)["kv_cache_memory_bytes"] == 1600
+
+
 def test_methods_to_be_switched_to_are_declared_at_the_start() -> None:
     base = capacity().config
     bases = (base, base.replace(algorithm="spec_extend"), base.replace(rows="last_accepted"))

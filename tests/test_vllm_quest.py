@@ -31,8 +31,8 @@ from vegas_runtime.policies.topk import PAGE_SIZE
 from vegas_runtime.vllm_plugin import paths, triton_quest
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.draft_lists import DraftLists
-from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
-from vegas_runtime.vllm_plugin.quest_pages import QuestPages, cache_share
+from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits, cache_share, with_bounds
+from vegas_runtime.vllm_plugin.quest_pages import QuestPages
 from vegas_runtime.vllm_plugin.triton_quest import MAX_PAGES
 from vegas_runtime.vllm_plugin.triton_select import Units
 
@@ -491,6 +491,9 @@ def test_cache_and_bounds_fit_into_the_memory_for_both() -> None:
     for available in (17, 1 << 30, (1 << 37) + 5):
         share = cache_share(available)
         assert available - 2 <= share + share // 16 <= available
+        # The least memory that holds a cache of that size.
+        assert with_bounds(share) <= available
+        assert cache_share(with_bounds(available)) == available
 
 
 def test_bounds_take_a_sixteenth_of_the_cache() -> None:

@@ -16,6 +16,7 @@ from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY
 from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
+from vegas_runtime.vllm_plugin.geometry import with_bounds
 from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
 from vegas_runtime.vllm_plugin.recording import Clock
 
@@ -36,6 +37,7 @@ _CONTROL_TIMEOUT_S: Final = 120.0
 _MOST_STEP_TOKENS: Final = 8192
 
 _WINDOW: Final = "streaming_llm"
+_QUEST: Final = "quest"
 _DENSE: Final = "dense"
 _PLAIN: Final = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
 
@@ -464,6 +466,9 @@ def engine_options(
         num_speculative_tokens=max(capacity.gammas),
         sparsity_ratio=min(capacity.config.sparsity_ratio, capacity.max_ratio),
     )
+    if capacity.kv_cache_bytes is not None and _QUEST in algorithms_of(capacity):
+        # The cache is as large as stock's; the bounds of its pages come on top.
+        options["kv_cache_memory_bytes"] = with_bounds(capacity.kv_cache_bytes)
     speculative = start.to_rfc() | {
         "sparse_attn_num_speculative_tokens_set": list(capacity.gammas),
         "sparse_attn_max_ratio": capacity.max_ratio,
@@ -471,6 +476,11 @@ def engine_options(
         **capacity.speculative_options,
     }
     return options | {"speculative_config": speculative}
+
+
+def algorithms_of(capacity: Capacity) -> set[str]:
+    """Every algorithm that will be configured."""
+    return {config.algorithm for config in (capacity.config, *capacity.also)}
 
 
 def declared_besides(capacity: Capacity) -> dict[str, list[str]]:

@@ -73,3 +73,21 @@ class Limits:
         Before them a page that candidates do not fill, where whole pages compete.
         """
         return PAGE_SIZE - 1 + 2 * (self.max_rows - 1)
+
+
+def cache_share(available_bytes: int) -> int:
+    """What of the memory for the KV cache is left for it when Quest's bounds come out of it too.
+
+    Args:
+        available_bytes: memory for both.
+    """
+    return available_bytes * PAGE_SIZE // (PAGE_SIZE + 1)
+
+
+def with_bounds(cache_bytes: int) -> int:
+    """The least memory of which `cache_share` is as much.
+
+    Args:
+        cache_bytes: size of the KV cache.
+    """
+    return -(-cache_bytes * (PAGE_SIZE + 1) // PAGE_SIZE)

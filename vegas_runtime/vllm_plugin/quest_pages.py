@@ -6,7 +6,7 @@ verification and drafting alike. While another method is in force nothing is bou
 Quest bounds the whole cache once.
 
 Two entries a page of sixteen tokens: the bounds take a sixteenth of the KV cache's memory. They
-are made with the cache, once its size is known; `cache_share` leaves room for them before.
+are made with the cache, once its size is known; `geometry.cache_share` leaves room for them before.
 """
 
 from __future__ import annotations
@@ -202,12 +202,3 @@ class QuestPages:
             with_tail=with_tail,
             lists=lists.of_layer(layer),
         )
-
-
-def cache_share(available_bytes: int) -> int:
-    """What of the memory for the KV cache is left for it when its bounds come out of it too.
-
-    Args:
-        available_bytes: memory for both.
-    """
-    return available_bytes * PAGE_SIZE // (PAGE_SIZE + 1)

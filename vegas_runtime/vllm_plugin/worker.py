@@ -20,12 +20,11 @@ from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.vllm_plugin import collection, stalls
 from vegas_runtime.vllm_plugin.attention import VegasAttentionBackend, VegasAttentionImpl
 from vegas_runtime.vllm_plugin.config import PluginSettings, settings_of
-from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
+from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits, cache_share
 from vegas_runtime.vllm_plugin.graphs import VerifyGraphs
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.patches import check_hooks
 from vegas_runtime.vllm_plugin.prompt_pass import Prompts, choose_by_prompts
-from vegas_runtime.vllm_plugin.quest_pages import cache_share
 from vegas_runtime.vllm_plugin.speculator import VegasSpeculator
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 from vegas_runtime.vllm_plugin.step_times import StepTimes
