@@ -371,7 +371,7 @@ class Bench:
             # Of engines that start side by side none knows what was in use before all of them.
             guard.wait(_FREE_S).refuse_held("vLLM")
             arms = [Arm(capacity=capacity, drafting=drafting) for drafting in pair]
-            with engines_of(self._checkpoint, arms, is_compiled=first > 0) as engines:
+            with engines_of(self._checkpoint, arms) as engines:
                 yield list(zip(pair, engines, strict=True))
 
     def _own_at(

@@ -68,12 +68,16 @@ def write_rows(
     document = {
         "machine": facts["machine"],
         "versions": facts["versions"],
-        "command": shlex.join(
-            ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
-        ),
+        "command": _command(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": kept + [asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def _command(argv: Sequence[str]) -> str:
+    """How the running script was started; of a folder only the name, which is what others have."""
+    arguments = [Path(one).name if Path(one).is_absolute() else one for one in argv[1:]]
+    return shlex.join(["python", "-m", f"benchmarks.{Path(argv[0]).stem}", *arguments])

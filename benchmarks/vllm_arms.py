@@ -204,18 +204,17 @@ def engines_of(
     checkpoint: Checkpoint,
     arms: Sequence[Arm],
     *,
-    is_compiled: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[VllmEngine]]:
     """Engines on one GPU, started together.
 
-    Starts take most of a run, and are mostly the CPU's. An engine without requests leaves the GPU
-    alone, so each can be measured while the others are idle.
+    Starts take most of a run, and are mostly the CPU's; each compiles for itself, as what they
+    compile differs. An engine without requests leaves the GPU alone, so each can be measured while
+    the others are idle.
 
     Args:
         checkpoint: what to serve.
         arms: in this order.
-        is_compiled: whether an earlier engine of this machine compiled what all of them run.
         environment: variables of theirs that differ from this process's.
     """
     started_s = time.monotonic()
@@ -232,13 +231,8 @@ def engines_of(
 
     engines: list[VllmEngine] = []
     try:
-        alone = 0 if is_compiled else 1
-        if alone:
-            # One alone first: it compiles what all of them run, and the others find it compiled.
-            engines.append(start(arms[0]))
-            say(f"first engine after {time.monotonic() - started_s:.0f} s")
         with ThreadPoolExecutor(len(arms)) as pool:
-            starts = [pool.submit(start, arm) for arm in arms[alone:]]
+            starts = [pool.submit(start, arm) for arm in arms]
         engines += [one.result() for one in starts if one.exception() is None]
         for one in starts:
             one.result()

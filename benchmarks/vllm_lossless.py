@@ -2,8 +2,9 @@
 
 Twice, since bfloat16 rounds otherwise in a verify pass than in a step of its own, as it does in a
 batch of another size. vLLM's batch-invariant mode takes most of that away: what is left of a
-difference there is the drafting's. In the mode people serve in, stock vLLM against itself, at
-another batch size, is the bar.
+difference there is the drafting's. In the mode people serve in, stock vLLM against itself is the
+bar, at another batch size, and with its own n-gram drafts, which it verifies in one pass too; and
+the plugin on FlashAttention-3 alone tells what the compiled kernels add.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from benchmarks.results_file import Row
 from benchmarks.vllm_arms import (
     BASE,
     SAMPLED,
+    Arm,
+    engines_of,
     row,
     say,
     side_by_side,
     source_prompts,
 )
-from vegas_runtime.backend import Capacity
+from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.vllm_plugin.driving import Completion
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
@@ -38,6 +41,13 @@ SAMPLINGS = {
 SPARSE = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.05, min_tokens=8)
 FULL = SPARSE.replace(sparsity_ratio=1.0)
 WARM = SamplingConfig(temperature=0.6, seed=17)
+# Of one token, so that there is always something to draft, most of it wrong.
+NGRAM = StockMethod(
+    name="ngram",
+    num_speculative_tokens=6,
+    options={"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+)
+ON_FA3 = {"sparse_attn_collection": "fa3", "sparse_attn_draft_attention": "fa3"}
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
 NUM_GREEDY, GREEDY_TOKENS, GREEDY_CONTEXT = 64, 256, 2049
@@ -64,8 +74,21 @@ def lossless(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> No
 def served(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> None:
     """Equality in the mode people serve in, stock against itself beside it."""
     capacity = _capacity(max_ratio=0.1, config=SPARSE)
-    with side_by_side(checkpoint, [capacity], capacity) as ((stock,), engine):
-        compare_outputs(stock, engine, checkpoint.tokenizer, rows, num_samples=num_samples)
+    others = {
+        "vLLM's own n-gram drafts against none": Arm(capacity=capacity, drafting=NGRAM),
+        "plugin, FlashAttention-3 in every pass": Arm(
+            capacity=replace(capacity, speculative_options=ON_FA3), is_stock=False
+        ),
+    }
+    arms = [Arm(capacity=capacity), Arm(capacity=capacity, is_stock=False), *others.values()]
+    with engines_of(checkpoint, arms) as (stock, engine, *rest):
+        outputs = compare_outputs(
+            stock, engine, checkpoint.tokenizer, rows, num_samples=num_samples
+        )
+        for (name, arm), other in zip(others.items(), rest, strict=True):
+            if not arm.is_stock:
+                other.configure(SPARSE)
+            rows += list(_other_rows(stock, other, outputs, num_samples, name=name))
 
 
 def invariant(checkpoint: Checkpoint, rows: list[Row], *, num_samples: int) -> None:
@@ -103,7 +126,7 @@ def allow_planting() -> None:
 
 def compare_outputs(
     stock: VllmEngine, engine: VllmEngine, tokenizer: Any, rows: list[Row], *, num_samples: int
-) -> None:
+) -> _Outputs:
     """Greedy text and the distribution of a sampled token, each beside stock against itself."""
     outputs = _Outputs(stock, engine, tokenizer, num_samples)
     rows += list(_greedy_rows(stock, outputs, mode="as served"))
@@ -119,6 +142,18 @@ def compare_outputs(
         )
         case = f"as served, {name}, stock at {CONTROL_SAMPLE_BATCH} against {BATCH} at once"
         rows.append(_test(case, control, outputs.theirs[name]))
+    return outputs
+
+
+def _other_rows(
+    stock: VllmEngine, other: VllmEngine, outputs: _Outputs, num_samples: int, *, name: str
+) -> Iterator[Row]:
+    """The same two questions of another engine that drafts, lossless by the same rule."""
+    differing = _differing(_tokens(_greedy(other, outputs.long)), outputs.plain)
+    yield from _difference_rows(stock, outputs, differing, case=_greedy_case("as served"), arm=name)
+    for sampled, sampling in SAMPLINGS.items():
+        tokens = _samples(other, outputs.short, sampling, num_samples, first_seed=30_000_000)
+        yield _test(f"as served, {sampled}, {name}", tokens, outputs.theirs[sampled])
 
 
 class _Outputs:
@@ -270,30 +305,52 @@ def _plain_greedy(stock: VllmEngine, prompts: Sequence[tuple[int, ...]]) -> tupl
 def _greedy_rows(stock: VllmEngine, outputs: _Outputs, *, mode: str) -> Iterator[Row]:
     """Drafted output against stock's, beside stock's against itself in smaller batches."""
     differing = {
-        name: [
-            (place, at)
-            for place, (one, other) in enumerate(zip(tokens, outputs.plain, strict=True))
-            if (at := first_difference(one, other)) is not None
-        ]
+        name: _differing(tokens, outputs.plain)
         for name, tokens in (("drafted", outputs.drafted), ("control", outputs.control))
     }
     count = len(outputs.long)
     p = is_more_often(len(differing["drafted"]), count, len(differing["control"]), count)
     numbers = {name: len(found) for name, found in differing.items()}
     say(f"greedy, {mode}: {numbers} of {count} differ, p = {p:.3g}")
-    case = f"{mode}, {count} requests x {GREEDY_TOKENS} tokens, bfloat16, gamma 6, ratio 0.05"
+    case = _greedy_case(mode)
     for name, found in differing.items():
-        yield row("greedy_outputs_differing", f"{case}, {name}", len(found) / count, "share")
-        gaps = [
-            _gap(stock, (*outputs.long[place], *outputs.plain[place][:at])) for place, at in found
-        ]
-        yield row(
-            "greedy_largest_gap",
-            f"{case}, {name}: of the two likeliest tokens at a first difference",
-            max(gaps, default=0.0),
-            "nat",
-        )
+        yield from _difference_rows(stock, outputs, found, case=case, arm=name)
     yield row("greedy_p", f"{case}, one-sided, alarm below {GREEDY_LEVEL}", p, "p")
+
+
+def _greedy_case(mode: str) -> str:
+    return f"{mode}, {NUM_GREEDY} requests x {GREEDY_TOKENS} tokens, bfloat16, gamma 6, ratio 0.05"
+
+
+def _differing(tokens: Outputs, plain: Outputs) -> list[tuple[int, int]]:
+    """Requests whose output is another than stock's, and where it begins to be."""
+    return [
+        (place, at)
+        for place, (one, other) in enumerate(zip(tokens, plain, strict=True))
+        if (at := first_difference(one, other)) is not None
+    ]
+
+
+def _difference_rows(
+    stock: VllmEngine,
+    outputs: _Outputs,
+    differing: Sequence[tuple[int, int]],
+    *,
+    case: str,
+    arm: str,
+) -> Iterator[Row]:
+    """How many requests differ, and how far from a tie their first differences are."""
+    share = len(differing) / len(outputs.long)
+    yield row("greedy_outputs_differing", f"{case}, {arm}", share, "share")
+    gaps = [
+        _gap(stock, (*outputs.long[place], *outputs.plain[place][:at])) for place, at in differing
+    ]
+    yield row(
+        "greedy_largest_gap",
+        f"{case}, {arm}: of the two likeliest tokens at a first difference",
+        max(gaps, default=0.0),
+        "nat",
+    )
 
 
 def _gap(stock: VllmEngine, prefix: tuple[int, ...]) -> float:

@@ -12,7 +12,7 @@ from fake_vllm import FAST, Clock, InlineChild, checkpoint
 
 from benchmarks import bench_vllm, vllm_arms, vllm_lossless
 from benchmarks.results_file import Row
-from vegas_runtime.backend import Capacity
+from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 from vegas_tune.measure import measure
@@ -26,17 +26,25 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     clock = Clock()
 
     def engine(
-        source: Checkpoint, capacity: Capacity, *, is_stock: bool = False, **_: Any
+        source: Checkpoint,
+        capacity: Capacity,
+        *,
+        is_stock: bool = False,
+        drafting: StockMethod | None = None,
+        **_: Any,
     ) -> VllmEngine:
         started.append(is_stock)
         # By what an engine is, not by when it starts: they start side by side. The pass behind
         # `acceptance_length` is short (6 % wide), so a bound below needs one fixed course.
         seed = 4000 + 2 * capacity.batch_size + is_stock
+        gamma = drafting.num_speculative_tokens if drafting else 0
 
         def launch(stock: bool) -> Any:
-            return InlineChild(clock, seed=seed)
+            return InlineChild(clock, seed=seed + 2 * gamma)
 
-        return VllmEngine(source, capacity, is_stock=is_stock, launch=launch, clock=clock)
+        return VllmEngine(
+            source, capacity, is_stock=is_stock, drafting=drafting, launch=launch, clock=clock
+        )
 
     def prompts(_: Any, count: int, length: int = 40) -> list[tuple[int, ...]]:
         return [(place, *range(length - 1)) for place in range(count)]
@@ -119,13 +127,15 @@ def test_lossless_finds_the_fake_lossless_and_says_how_often_it_would_not(
     monkeypatch.setattr(vllm_lossless, "BATCH", 32)
     rows: list[Row] = []
     vllm_lossless.lossless(checkpoint(), rows, num_samples=3000)
-    assert sorted(arms) == [False, False, True, True]
+    # Stock, the plugin, n-gram drafts, the plugin on another path; then the first two once more.
+    assert sorted(arms) == [*[False] * 3, *[True] * 3]
     tests = _by_claim(rows, "same_distribution_p")
     modes = [case.split(",")[0].split(":")[0] for case in tests]
-    assert modes == [*["as served"] * 4, *["batch-invariant"] * 2, "a planted bug"]
+    assert modes == [*["as served"] * 8, *["batch-invariant"] * 2, "a planted bug"]
     assert all(row.value > vllm_lossless.FALSE_ALARM_RATE for row in tests.values())
     shares = _by_claim(rows, "greedy_outputs_differing")
-    assert [row.value for row in shares.values()] == [1.0] * 4
+    assert [row.value for row in shares.values()] == [1.0] * 6
+    assert sum("n-gram" in case for case in (*tests, *shares)) == 3
     assert [row.value for row in _by_claim(rows, "greedy_p").values()] == [1.0, 1.0]
     assert len(_by_claim(rows, "acceptance_at_ratio_1")) == 3
 
