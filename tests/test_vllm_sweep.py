@@ -334,9 +334,10 @@ def test_vllm_has_defaults_of_its_own() -> None:
 
 
 def test_default_starts_and_budget_leave_room_in_eight_minutes() -> None:
-    # 45 s is what a start took on an H200; prefill and three passes of stock add little.
-    assert VLLM.budget == "330s"
-    assert 330 + 2 * (45 + 20) <= 480
+    # Starts of stock took 45 s on an H200, and 75 s on one whose disk held no compiled Python;
+    # prefill and three passes add some ten.
+    assert VLLM.budget == "300s"
+    assert 300 + 2 * (75 + 10) <= 480
 
 
 def test_a_dry_run_says_which_engines_it_starts() -> None:

@@ -89,7 +89,7 @@ SERVED: Final = Defaults(
 # one token more than whole KV blocks leave one token to compute after a prefix hit, which keeps
 # both arms on their full CUDA graphs as requests arrive; with the output they fit models of 8K.
 VLLM: Final = Defaults(
-    budget="330s",
+    budget="300s",
     context=7169,
     batch=32,
     waiting=4,
