@@ -279,6 +279,24 @@ def test_a_budget_for_some_validation_rounds_is_used() -> None:
         assert f"allowed {result.num_rounds} rounds" in result.reason
 
 
+def test_rounds_go_on_for_a_narrower_interval_while_there_is_time() -> None:
+    def half_width(budget_s: float, stop_precision: float) -> tuple[int, float]:
+        rules = {"looks": (6, 12, 24, 48), "stop_precision": stop_precision}
+        result = Bench(PLATEAU, run_cv=0.03, budget_s=budget_s, rules=rules).sweep()
+        assert result.status == "validated"
+        assert result.validation is not None
+        return result.num_rounds, result.validation.speedups[result.selected].half_width
+
+    early, wide = half_width(6000.0, 0.05)
+    late, narrow = half_width(6000.0, 0.02)
+    assert (early, late) == (12, 48)
+    assert narrow <= 0.02 < wide <= 0.05
+    # Where the budget ends before, what there is counts.
+    some, between = half_width(2600.0, 0.001)
+    assert early < some < 48
+    assert 0.001 < between < 0.05
+
+
 def test_no_step_eats_the_next_ones_share() -> None:
     result = Bench(PLATEAU, budget_s=1500.0, run_cv=0.03).sweep()
     spent = dict.fromkeys(STEPS, 0.0)

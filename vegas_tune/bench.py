@@ -176,16 +176,20 @@ class Bench:
     def _limit_s(self, step: str) -> float:
         """When a step has to end, seconds of the budget.
 
-        On a slow machine the usual shares would leave validation less than its first look takes,
-        and the whole sweep without an answer: the search then gives up as much, of what it has at
-        most half.
+        Shares are of what the engine's start leaves. On a slow machine the usual ones would leave
+        validation less than its first look takes, and the whole sweep without an answer: the search
+        then gives up as much, of what it has at most half.
         """
         budget_s, share = self._plan.budget_s, BUDGET_SHARES[step]
-        if step == VALIDATE or not self._validates or not self.measured():
+        known = self.measured()
+        if step == VALIDATE or not known:
             return budget_s * share
-        most_s = budget_s * BUDGET_SHARES[REFINE]
-        search_s = min(most_s, max(most_s / 2, budget_s - self._first_look_s()))
-        return search_s * share / BUDGET_SHARES[REFINE]
+        start_s = max(measured.load_s for measured in known)
+        left_s = budget_s - start_s
+        search_s = most_s = left_s * BUDGET_SHARES[REFINE]
+        if self._validates:
+            search_s = min(most_s, max(most_s / 2, left_s - self._first_look_s()))
+        return start_s + search_s * share / BUDGET_SHARES[REFINE]
 
     def _first_look_s(self) -> float:
         """What validation takes up to its first look, all settings as slow as plain decoding."""

@@ -32,8 +32,8 @@ REFINE: Final = "3-refine"
 VALIDATE: Final = "4-validate"
 STEPS: Final = (SPARSITY, GAMMA, REFINE, VALIDATE)
 
-# Share of the budget that may be spent when a step ends. What a step leaves, the next may use;
-# validation keeps the rest, because an unvalidated winner is not an answer.
+# Share of the budget, less the engine's start, that may be spent when a step ends. What a step
+# leaves, the next may use; validation keeps the rest, because an unvalidated winner is no answer.
 BUDGET_SHARES: Final = {SPARSITY: 0.40, GAMMA: 0.60, REFINE: 0.70, VALIDATE: 1.0}
 
 # Chance that any of the validation's looks excludes the truth.
@@ -56,7 +56,7 @@ _BYTES_PER_MEASUREMENT: Final = 3000
 _BYTES_PER_TOKEN: Final = 3
 
 # Rules that came later, as the plans recorded before them were carried out.
-_RULES_BEFORE: Final[Mapping[str, Any]] = {"race_looks": [], "places": 1}
+_RULES_BEFORE: Final[Mapping[str, Any]] = {"race_looks": [], "places": 1, "stop_precision": 0.05}
 
 
 def gamma_ladder(max_num_speculative_tokens: int) -> tuple[int, ...]:
@@ -134,6 +134,8 @@ class Plan:
         plateau_tolerance: accepted tokens that may be given up on the plateau, a fraction.
         tie_tolerance: throughput that may be given up for a cheaper setting, a fraction.
         precision: largest half-width of a validated speed-up's interval, a fraction.
+        stop_precision: half-width at which a validated verdict ends the rounds; where it is below
+            `precision`, what is left of the budget goes into a narrower interval.
         looks: numbers of validation rounds after which a verdict is tried.
         race_looks: numbers of rounds of step 2's race after which slow settings drop out of it;
             none, no race.
@@ -158,6 +160,7 @@ class Plan:
     plateau_tolerance: float = 0.02
     tie_tolerance: float = 0.005
     precision: float = 0.05
+    stop_precision: float = 0.05
     looks: tuple[int, ...] = DEFAULT_LOOKS
     race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
     places: int = 1

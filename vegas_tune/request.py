@@ -35,6 +35,7 @@ class Defaults:
         min_tokens: floor of the KV budget.
         ratios: candidate sparsity ratios.
         looks: validation rounds after which a verdict is tried.
+        stop_precision: half-width of the speed-up's interval at which validation stops.
         rows: query rows of the verify block that `vegas` sums.
     """
 
@@ -49,6 +50,7 @@ class Defaults:
     min_tokens: int
     ratios: tuple[float, ...]
     looks: tuple[int, ...] = DEFAULT_LOOKS
+    stop_precision: float = 0.05
     rows: Rows = "two"
 
 
@@ -101,6 +103,10 @@ VLLM: Final = Defaults(
     min_tokens=256,
     # Buffers and graphs are sized for the largest, and above it drafting saves little.
     ratios=(0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3),
+    # Passes of a small model take a second and spread by some per cent; those of a large one leave
+    # time for few, and spread less. So rounds go on while there is time, and count from six on.
+    looks=(6, 12, 24, 48),
+    stop_precision=0.015,
     # Sums of all rows cost no more than of two there, and 2 to 7 % more tokens come of it
     # (`rows_all_vs_two` in benchmarks/results/vllm_h200.json).
     rows="all",
@@ -128,6 +134,7 @@ class SweepRequest:
     ratios: tuple[float, ...]
     gammas: tuple[int, ...] | None
     looks: tuple[int, ...]
+    stop_precision: float
     cells: tuple[CellKey, ...]
     seed: int
     dtype: str
@@ -180,6 +187,7 @@ class SweepRequest:
             ratios=ratios,
             gammas=gammas,
             looks=given["looks"],
+            stop_precision=given["stop_precision"],
             cells=make_cells(batches or (given["batch"],), contexts or (given["context"],)),
             seed=given["seed"],
             dtype=given["dtype"],

@@ -247,7 +247,7 @@ class _Sweep:
             rounds += found
             if _looked(plan.looks, len(rounds) - len(found), len(rounds)):
                 verdict = self._judge(rounds, finalists)
-                if verdict.status == "validated":
+                if _is_settled(verdict, plan):
                     break
         return self._conclude(rounds, finalists, verdict, num_broken)
 
@@ -491,6 +491,12 @@ def _finished(outcomes: Iterable[Outcome], steps: Sequence[str]) -> list[Measure
         for outcome in outcomes
         if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
     ]
+
+
+def _is_settled(verdict: Validation, plan: Plan) -> bool:
+    """Whether further rounds are not worth their time."""
+    half_width = verdict.speedups[verdict.winner].half_width
+    return verdict.status == "validated" and half_width <= plan.stop_precision
 
 
 def _looked(looks: Sequence[int], before: int, after: int) -> bool:

@@ -172,6 +172,7 @@ def plan_sweep(
         seed=request.seed,
         rounds=request.rounds,
         looks=request.looks,
+        stop_precision=request.stop_precision,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
 
