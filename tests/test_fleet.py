@@ -33,7 +33,7 @@ from vegas_tune.plan import GAMMA, VALIDATE, Plan, Point
 from vegas_tune.storage import open_storage
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import run_sweep
-from vegas_tune.worker import Pulse
+from vegas_tune.worker import Pulse, run_worker
 
 PLACES = 2
 
@@ -285,7 +285,8 @@ def _tend_for(workers: LocalWorkers, seconds: float) -> None:
 def test_workers_are_ended_with_what_they_started(tmp_path: Path) -> None:
     script = "import subprocess, time; p = subprocess.Popen(['sleep', '600']); "
     script += "print(p.pid, flush=True); time.sleep(600)"
-    with LocalWorkers([sys.executable, "-c", script], 1, pin=pin_gpu, log=tmp_path):
+    with LocalWorkers([sys.executable, "-c", script], 1, pin=pin_gpu, log=tmp_path) as workers:
+        workers.tend()
         log = tmp_path / "worker-0.log"
         deadline_s = time.monotonic() + 60
         while not log.read_text().strip():
@@ -326,6 +327,7 @@ def test_a_worker_is_not_started_again_before_its_gpu_is_free(
     card = _Card()
     command = [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(600)"]
     with LocalWorkers(command, 1, pin=pin_gpu, log=tmp_path, guard=card.guard) as workers:
+        workers.tend()
         (first,) = workers.pids
         card.used = 9 << 30
         os.kill(first, signal.SIGKILL)
@@ -353,6 +355,7 @@ def test_memory_that_workers_leave_behind_is_told(
     with LocalWorkers(
         ["sleep", "600"], 2, pin=pin_gpu, log=tmp_path, guard=card.guard, report=told.append
     ) as workers:
+        workers.tend()
         card.used = 5 << 30
     held = MemoryCheck(state="held", held_bytes=4 << 30)
     assert workers.memory == {0: held, 1: held}
@@ -384,6 +387,15 @@ def test_a_worker_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
     sweep.communicate()
     assert _has_ended(worker)
     assert board.reap() == 1
+
+
+def test_a_worker_of_a_sweep_that_is_over_does_not_wait_for_another(tmp_path: Path) -> None:
+    url = f"journal:{tmp_path / 'b'}"
+    Board.create(open_storage(url, num_workers=1), "over").set_fact("is_over", True)
+    told: list[str] = []
+    assert run_worker(url, run="over", follow=os.getpid(), report=told.append) == 0
+    # One that somebody starts before the sweep waits a minute for it, and then fails.
+    assert told == ["worker: the run is over"]
 
 
 def test_a_worker_sees_one_of_the_gpus_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,14 @@ class Board:
                 )
             time.sleep(0.5)
 
+    @staticmethod
+    def is_over(storage: BaseStorage, run: str) -> bool:
+        """Whether a run of this name has ended, and nobody goes on with it."""
+        return any(
+            study.study_name == f"{run}/places" and bool(study.user_attrs.get("is_over"))
+            for study in patiently(storage.get_all_studies)
+        )
+
     # ------------------------------------------------------------------ facts of the run
 
     def set_fact(self, name: str, value: Any) -> None:

@@ -167,6 +167,8 @@ def guard_of(environment: Mapping[str, str]) -> MemoryGuard:
 class LocalWorkers:
     """Worker processes on this host, one per place, each in a process group of its own.
 
+    The first `tend` starts them: a run that is over already has nothing to ask them.
+
     Args:
         command: what to run; the same for each.
         count: how many.
@@ -201,7 +203,6 @@ class LocalWorkers:
         self._num_done = 0
 
     def __enter__(self) -> Self:
-        self.tend()
         return self
 
     def __exit__(

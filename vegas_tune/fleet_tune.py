@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -132,7 +133,7 @@ def _end(stack: ExitStack, workers: LocalWorkers | None) -> MemoryCheck:
     if workers is not None:
         workers.leave()
     stack.close()
-    return UNKNOWN if workers is None else worst(*workers.memory.values())
+    return worst(*workers.memory.values()) if workers and workers.memory else UNKNOWN
 
 
 def identity(request: SweepRequest, **more: Any) -> str:
@@ -185,7 +186,7 @@ def _hands(
 
 def _wait_for_facts(board: Board, tend: Callable[[int], None]) -> Mapping[str, Any]:
     """What the first worker tells of its engine and prompts."""
-    started_s = tended_s = time.monotonic()
+    started_s, tended_s = time.monotonic(), -math.inf
     while (facts := board.fact("facts")) is None:
         now_s = time.monotonic()
         if now_s - started_s > _FACTS_WAIT_S:

@@ -48,7 +48,7 @@ def run_worker(
         data: where the workload's file lies here, if not where the sweep says.
         device: where the engine runs.
         follow: number of a process to end with: the sweep that started this worker. One that was
-            killed could not end it.
+            killed could not end it. Where its run is over already, nothing is waited for.
         report: told what goes on.
 
     Returns:
@@ -60,7 +60,11 @@ def run_worker(
         VegasError: the engine cannot be opened.
     """
     # Optuna's SQLite refusal is the sweep's to make, which knows how many workers it wants.
-    board = Board.find_run(open_storage(storage, num_workers=1), run, wait_s=60.0)
+    shared = open_storage(storage, num_workers=1)
+    if follow is not None and run is not None and Board.is_over(shared, run):
+        report("worker: the run is over")
+        return 0
+    board = Board.find_run(shared, run, wait_s=60.0)
     place, place_trial = _take_place(board)
     report(f"worker: place {place}")
     with Pulse(board, place_trial, follow=follow) as pulse:
