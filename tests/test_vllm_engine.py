@@ -724,8 +724,8 @@ def test_auto_passes_over_an_engine_that_nobody_sized(monkeypatch: pytest.Monkey
         "vegas_runtime.engine.reference.ReferenceEngine.open",
         lambda **options: opened.append(options["model"]),
     )
-    _, reason = backend.open_backend("auto", model="m", max_num_speculative_tokens=4)
-    assert opened == ["m"]
+    _, reason = backend.open_backend("auto", model="owner/m", max_num_speculative_tokens=4)
+    assert opened == ["owner/m"]
     assert "sized for a workload" in reason
     with pytest.raises(UsageError, match="sizes its KV cache"):
         backend.open_backend("vllm", model="m", max_num_speculative_tokens=4)

@@ -315,6 +315,10 @@ def open_backend(
             )
         checkpoint = find_checkpoint(model, dtype=dtype, report=report)
         return open_vllm(checkpoint, capacity, report=report), reason
+    from vegas_runtime.engine.loading import resolve_model
+
+    # A name that means nothing is said before torch and transformers are imported.
+    resolve_model(model)
     from vegas_runtime.engine.reference import ReferenceEngine
 
     engine = ReferenceEngine.open(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vegas_runtime.backend import PromptBlock, open_backend, resolve_backend
 from vegas_runtime.errors import UsageError
+from vegas_tune.datasets import data_files
 from vegas_tune.plan import Plan, make_plan
 from vegas_tune.request import SERVED, SweepRequest
 from vegas_tune.sweep_outcome import SweepOutcome, publish_run
@@ -64,6 +65,9 @@ def _on_one_engine(request: SweepRequest, progress: SweepProgress, reason: str) 
     from vegas_tune.study import RunFolder
     from vegas_tune.sweep import run_sweep
 
+    if request.spec.path is not None:
+        # A file that is not there is said before a model is loaded.
+        data_files(request.spec.name, request.spec.path)
     opened_s = time.monotonic()
     engine, _ = open_backend(
         "reference",
