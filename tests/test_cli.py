@@ -40,11 +40,11 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def sweep_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str | Path]:
-    # Dense enough a ladder to walk on, small enough to take a second.
+    # Dense enough a ladder to walk on, small enough to take seconds.
     return [
         "sweep", "--model", tiny / "model", "--workload", tiny / "prompts.jsonl",
-        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "48",
-        "--tokens", "60", "--min-tokens", "4", "--max-gamma", "3", "--budget", "60s",
+        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "32",
+        "--tokens", "40", "--min-tokens", "4", "--max-gamma", "3", "--budget", "60s",
         "--ratios", "0.05,0.1,0.3,0.6", "--dtype", "float32", "--device", "cpu",
         "--backend", "reference", "--run-dir", run_dir, *more,
     ]  # fmt: skip
@@ -86,6 +86,8 @@ def test_sweep_leaves_a_profile_that_every_command_reads(finished: dict[str, Any
     run("report", path, "--format", "html", "--out", finished["folder"] / "r.html", check=0)
     assert "<svg" in (finished["folder"] / "r.html").read_text()
     run("compare", path, path, check=0)
+    compared = run("compare", path, path, "--json", check=0)
+    assert json.loads(compared.stdout)["is_like_for_like"]
     run("apply", path, "--check", check=0)
 
 
@@ -276,7 +278,11 @@ def test_two_workers_leave_a_profile_like_one_does(tiny: Path, tmp_path: Path) -
     assert not _alive(folder.name)
     run("check", folder / "profile.yaml", "--replay-only", check=0)
 
+    told = {log: log.read_bytes() for log in folder.glob("worker-*.log")}
     again = run(*arguments)
+    # All that is asked for is there: nobody is started, or waited for.
+    assert {log: log.read_bytes() for log in folder.glob("worker-*.log")} == told
+    assert len(told) == 2
     assert again.returncode == process.returncode, again.stderr
     assert json.loads(again.stdout)["num_measurements"] == document["num_measurements"]
 

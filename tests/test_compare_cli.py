@@ -1,4 +1,4 @@
-"""`vegas-tune compare` as a user meets it: two profiles, or methods on a tiny model."""
+"""`vegas-tune compare --model` as a user meets it: methods on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import command, finished, run, tiny
+from test_cli import command, run, tiny
 
 from vegas_runtime.errors import EXIT_CODES
 
-__all__ = ["finished", "tiny"]
+__all__ = ["tiny"]
 
 METHODS = ["vegas", "last_accepted", "quest:scope=kv_head"]
 
@@ -23,8 +23,8 @@ def arguments(tiny: Path, run_dir: Path, *more: str) -> list[str | Path]:
     return [
         "compare", "--model", tiny / "model", "--workload", tiny / "prompts.jsonl",
         "--methods", ",".join(METHODS),
-        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "48",
-        "--tokens", "60", "--min-tokens", "4", "--max-gamma", "3", "--budget", "10m",
+        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "32",
+        "--tokens", "40", "--min-tokens", "4", "--max-gamma", "3", "--budget", "10m",
         "--ratios", "0.1,0.3,0.6", "--dtype", "float32", "--device", "cpu",
         "--backend", "reference", "--run-dir", run_dir, *more,
     ]  # fmt: skip
@@ -87,21 +87,38 @@ def test_the_same_command_again_measures_nothing(compared: dict[str, Any], tiny:
     assert "| vegas |" in process.stdout
 
 
-def test_a_killed_comparison_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
+@pytest.fixture(scope="module")
+def resumed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A comparison at one gamma, killed and gone on with: its records and what it printed."""
+    folder = tmp_path_factory.mktemp("runs") / "killed"
+    given = arguments(tiny, folder, "--gamma", "2", "--json")
+    given[given.index(",".join(METHODS))] = "vegas,streaming_llm"
     process = subprocess.Popen(
-        command(*arguments(tiny, folder)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(*given), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 120
     while len(list(folder.rglob("*.z"))) < 8 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.z")}
-    assert len(kept) >= 8
-    run(*arguments(tiny, folder), check=0)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert len(list(folder.rglob("*.z"))) > len(kept)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.z")}
+    document = json.loads(run(*given, check=0).stdout)
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.z")}
+    return {"before": before, "after": after, "document": document}
+
+
+def test_a_killed_comparison_goes_on_where_it_was(resumed: dict[str, Any]) -> None:
+    before, after = resumed["before"], resumed["after"]
+    assert len(before) >= 8
+    assert {path: after.get(path) for path in before} == before
+    assert len(after) > len(before)
+
+
+def test_one_gamma_for_all(resumed: dict[str, Any]) -> None:
+    drafting = [row for row in resumed["document"]["rows"] if row["name"] != "plain"]
+    assert {row["config"]["num_speculative_tokens"] for row in drafting} == {2}
+    # At one gamma already, nothing is measured for it apart.
+    assert all(row["tokens_at_one_gamma"] == row["tokens_per_iteration"] for row in drafting)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +146,3 @@ def test_an_unknown_method_is_said_before_anything_is_measured(tiny: Path, tmp_p
     process = run(*given, check=EXIT_CODES["usage"])
     assert "Did you mean 'quest'?" in process.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_one_gamma_for_all(tiny: Path, tmp_path: Path) -> None:
-    given = arguments(tiny, tmp_path / "run", "--gamma", "2", "--json")
-    given[given.index(",".join(METHODS))] = "vegas,streaming_llm"
-    document = json.loads(run(*given, check=0).stdout)
-    drafting = [row for row in document["rows"] if row["name"] != "plain"]
-    assert {row["config"]["num_speculative_tokens"] for row in drafting} == {2}
-    # At one gamma already, nothing is measured for it apart.
-    assert all(row["tokens_at_one_gamma"] == row["tokens_per_iteration"] for row in drafting)
-
-
-def test_two_profiles_are_compared_as_ever(finished: dict[str, Any]) -> None:
-    path = finished["folder"] / "profile.yaml"
-    document = json.loads(run("compare", path, path, "--json", check=0).stdout)
-    assert document["is_like_for_like"]
