@@ -25,14 +25,15 @@ from vegas_tune.workload import WorkloadSpec, build_workload
 
 pytestmark = pytest.mark.model
 
-SPEC: Final = WorkloadSpec(context_len=1536, batch_size=4, num_blocks=1, max_new_tokens=200)
-# The default method drafts whole texts; of the others a third shows both fates of a draft often.
-SHORT: Final = 72
+SPEC: Final = WorkloadSpec(context_len=768, batch_size=4, num_blocks=1, max_new_tokens=120)
+# The default method drafts whole texts; of the others 48 tokens of each show both fates of a draft
+# often.
+SHORT: Final = 48
 CONFIG: Final = SpeculationConfig(num_speculative_tokens=5, sparsity_ratio=0.07, min_tokens=32)
 
 
 def let_no_token_end_a_text(model: PreTrainedModel) -> None:
-    """So that all 200 tokens of every prompt are compared."""
+    """So that all tokens of every prompt are compared."""
     model.config.eos_token_id = None
     model.generation_config.eos_token_id = None
 
@@ -52,7 +53,7 @@ def engine(smollm2_source: ModelSource) -> Iterator[ReferenceEngine]:
 def block(engine: ReferenceEngine) -> PromptBlock:
     """Four prompts of equal length, made of the standard library."""
     (made,) = build_workload(SPEC, engine.tokenizer).blocks
-    assert [len(prompt) for prompt in made.prompts] == [1536] * 4
+    assert [len(prompt) for prompt in made.prompts] == [SPEC.context_len] * 4
     return made
 
 
