@@ -215,17 +215,24 @@ def test_bfloat16_runs_and_dense_drafts_mostly_stand(architecture: str) -> None:
 # -- how requests end -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", POLICIES)
-@pytest.mark.parametrize("several", [False, True])
-def test_each_request_ends_at_its_own_end_token(algorithm: str, several: bool) -> None:
+@cache
+def ended_texts(several: bool) -> tuple[dict[str, Any], list[list[int]]]:
+    """Overrides with one end token or two, and the prompts' texts by `generate` up to theirs."""
     texts = plain("llama", 30)
     # Tokens that end the first text early, the second late, and others perhaps.
     ends = [texts[0][2], texts[1][20]]
     override: dict[str, Any] = {"eos_token_id": ends if several else ends[0], "pad_token_id": 0}
-    model = describe_model(make_tiny("llama", attn_implementation=register(), **override))
-    assert model.eos_token_ids == set(ends if several else ends[:1])
     oracle = make_tiny("llama", **override)
-    expected = [plain_text(oracle, prompt, 30) for prompt in PROMPTS]
+    return override, [plain_text(oracle, prompt, 30) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("algorithm", POLICIES)
+@pytest.mark.parametrize("several", [False, True])
+def test_each_request_ends_at_its_own_end_token(algorithm: str, several: bool) -> None:
+    override, expected = ended_texts(several)
+    model = describe_model(make_tiny("llama", attn_implementation=register(), **override))
+    ends = override["eos_token_id"]
+    assert model.eos_token_ids == {*(ends if several else [ends])}
     config = BASE.replace(algorithm=algorithm)
     decoded = decode(model, PROMPTS, config, max_new_tokens=30, lanes=2)
     assert decoded.outputs == expected

@@ -162,9 +162,9 @@ def test_exact_collection_drafts_nearly_as_well_as_the_reference(architecture: s
 def test_a_recorded_run_comes_again_without_the_work_of_choosing(algorithm: str) -> None:
     engine = ReferenceEngine(loaded(), max_num_speculative_tokens=8, attention="kernels")
     engine.configure(BASE.replace(algorithm=algorithm, sparsity_ratio=0.3))
-    given = block(max_new_tokens=24)
-    usual = engine.run(given, replicate=3, max_tokens=60, deadline_s=NEVER)
-    engine.record_selections(given, replicate=3, max_tokens=60, deadline_s=NEVER)
+    given = block(max_new_tokens=12)
+    usual = engine.run(given, replicate=3, max_tokens=30, deadline_s=NEVER)
+    engine.record_selections(given, replicate=3, max_tokens=30, deadline_s=NEVER)
     again = engine.run_recorded(deadline_s=NEVER)
     assert again.outputs_sha256 == usual.outputs_sha256
     counts = [[step.num_accepted_tokens for step in run.steps] for run in (usual, again)]

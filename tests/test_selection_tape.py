@@ -82,10 +82,10 @@ def test_a_recorded_run_comes_again_without_the_work_of_choosing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine.configure(config)
-    given = block(sampling=sampling, max_new_tokens=24)
-    usual = engine.run(given, replicate=3, max_tokens=60, deadline_s=NEVER)
+    given = block(sampling=sampling, max_new_tokens=12)
+    usual = engine.run(given, replicate=3, max_tokens=30, deadline_s=NEVER)
     work = Work(monkeypatch)
-    recorded = engine.record_selections(given, replicate=3, max_tokens=60, deadline_s=NEVER)
+    recorded = engine.record_selections(given, replicate=3, max_tokens=30, deadline_s=NEVER)
     needs = POLICIES[config.algorithm](config).needs
     asked, scored, bounded = work.take()
     assert asked > 0

@@ -64,6 +64,14 @@ def tiny_oracle(architecture: str, seed: int = 0, **overrides: Any) -> PreTraine
 
 def plain_text(oracle: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     """New tokens of transformers' greedy `generate`."""
+    return [*_plain_text(oracle, tuple(prompt), max_new_tokens)]
+
+
+@cache
+def _plain_text(
+    oracle: PreTrainedModel, prompt: tuple[int, ...], max_new_tokens: int
+) -> tuple[int, ...]:
+    """Remembered: the same prompts are decoded at many settings."""
     ids = torch.tensor([list(prompt)])
     output = oracle.generate(
         ids,
@@ -72,8 +80,7 @@ def plain_text(oracle: PreTrainedModel, prompt: Sequence[int], max_new_tokens: i
         max_new_tokens=max_new_tokens,
         do_sample=False,
     )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return tuple(output[0, len(prompt) :].tolist())
 
 
 # -- the engine -----------------------------------------------------------------------------------
