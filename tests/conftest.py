@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Without a GPU Triton's kernels run in its interpreter, which is chosen when they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        from triton_interpreter import remember_builtins
+
+        remember_builtins()
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
+from triton_interpreter import remember_builtins
 from vllm import platforms
 from vllm.platforms.cpu import CpuPlatform
 
@@ -50,6 +51,7 @@ class _Interpreter(interpreter.InterpreterBuilder):
 
 
 interpreter.interpreter_builder.__class__ = _Interpreter
+remember_builtins()
 
 
 @triton.jit
