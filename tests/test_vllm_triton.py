@@ -5,13 +5,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from script_runs import TESTS, compiled_kernels
 
 from tests.collector_cases import DTYPE, make_config, vegas_positions
 from tests.paged_cases import OUT_TOLERANCE, Case, compare_outputs, make_paged, oracle
@@ -442,16 +440,3 @@ def test_heads_are_summed_as_the_oracle_does(device: str, heads: int) -> None:
         torch.testing.assert_close(result[0], lse[:4].mean(0))
         torch.testing.assert_close(result[2], lse[5:13].mean(0))  # the newest 8 of 9
         assert bool(result[1].isnan().all()), "padding is left alone"
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_for_a_gpu_that_is_not_there(capability: int, tmp_path: Path) -> None:
-    """The interpreter takes much that the compiler refuses."""
-    folder = TESTS.parent / "vegas_runtime" / "vllm_plugin"
-    defined = {
-        line.split("(")[0].removeprefix("def ")
-        for path in folder.glob("triton_*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("def _") and "_kernel(" in line
-    }
-    assert compiled_kernels("compile_triton.py", capability=capability, cache=tmp_path) == defined
