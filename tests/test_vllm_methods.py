@@ -76,7 +76,7 @@ def test_preempted_and_resumed_requests_repeat_stock(report: dict[str, Any], nam
     found = report["crowded"][name]
     assert found["counts"]["preemptions"] > 0
     assert found["counts"]["drafts"] > 0
-    assert found["tokens"] == report["stock"]
+    assert found["tokens"] == report["stock_crowd"]
 
 
 def test_what_slows_a_method_is_said(report: dict[str, Any]) -> None:
