@@ -29,6 +29,7 @@ from vegas_runtime.engine.kv_cache import KVCache
 from vegas_runtime.engine.model import DecoderModel
 from vegas_runtime.errors import BackendError
 from vegas_runtime.kernels import ops
+from vegas_runtime.kernels.arguments import MAX_COLLECTED_ROWS, MAX_QUERIES
 from vegas_runtime.policies import KVSelection, Needs, make_policy
 from vegas_runtime.policies.base import EARLY_ROWS
 from vegas_runtime.policies.vegas import VegasPolicy
@@ -74,8 +75,8 @@ def _why_unsupported(model: DecoderModel, config: SpeculationConfig) -> str | No
         return "the model caps its attention logits"
     if len({*shape.num_kv_heads}) > 1 or len({*shape.head_dims}) > 1:
         return "the model's layers differ in KV heads or head size"
-    if num_rows > ops.MAX_QUERIES:
-        return f"{num_rows} rows are verified at once; the kernels take {ops.MAX_QUERIES}"
+    if num_rows > MAX_QUERIES:
+        return f"{num_rows} rows are verified at once; the kernels take {MAX_QUERIES}"
     if needs.query:
         return f"`{config.algorithm}` selects anew at each layer of a draft step"
     if collection is None:
@@ -87,10 +88,10 @@ def _why_unsupported(model: DecoderModel, config: SpeculationConfig) -> str | No
     if config.algorithm != VegasPolicy.name:
         return f"`{config.algorithm}` has a rule of its own; the kernels know Vegas's"
     collected = num_rows * (model.num_heads // shape.num_kv_heads[0])
-    if collection.rows != "two" and collected > ops.MAX_COLLECTED_ROWS:
+    if collection.rows != "two" and collected > MAX_COLLECTED_ROWS:
         return (
             f"rows `{collection.rows}` of {num_rows} make {collected} rows per KV head; "
-            f"the kernels collect {ops.MAX_COLLECTED_ROWS}"
+            f"the kernels collect {MAX_COLLECTED_ROWS}"
         )
     return None
 

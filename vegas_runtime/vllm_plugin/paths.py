@@ -15,6 +15,7 @@ import torch
 from vegas_runtime.config import Rows
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.kernels import build, ops
+from vegas_runtime.kernels.arguments import MAX_COLLECTED_ROWS, MAX_QUERIES
 from vegas_runtime.vllm_plugin.draft_attention import (
     GRAPH_SPLITS,
     DraftPath,
@@ -163,12 +164,12 @@ def why_not_fa3(device: torch.device) -> str | None:
 def why_not_fused(shape: AttentionShape, limits: Limits, device: torch.device) -> str | None:
     """Why the collecting kernel cannot run; None when it can."""
     group = shape.num_heads // shape.num_kv_heads
-    if limits.max_rows > ops.MAX_QUERIES:
-        return f"{limits.max_rows} verify rows; the kernel takes {ops.MAX_QUERIES}"
-    if limits.max_rows * group > ops.MAX_COLLECTED_ROWS:
+    if limits.max_rows > MAX_QUERIES:
+        return f"{limits.max_rows} verify rows; the kernel takes {MAX_QUERIES}"
+    if limits.max_rows * group > MAX_COLLECTED_ROWS:
         return (
             f"{limits.max_rows} verify rows of {group} heads; the kernel collects from "
-            f"{ops.MAX_COLLECTED_ROWS} in all"
+            f"{MAX_COLLECTED_ROWS} in all"
         )
     return _why_not_compiled(shape, device, group=1)
 
