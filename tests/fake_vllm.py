@@ -29,7 +29,8 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
 from vegas_runtime.vllm_plugin import recording
 from vegas_runtime.vllm_plugin.child import Child, launch
-from vegas_runtime.vllm_plugin.driving import CoreFacts, CoreOutput, Driver, Emission
+from vegas_runtime.vllm_plugin.core import CoreFacts, CoreOutput, Emission
+from vegas_runtime.vllm_plugin.driving import Driver
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 
 BLOCK_SIZE = 16
@@ -262,7 +263,7 @@ class FakeEngineCore:
 
 
 class FakeCore:
-    """`driving.Core` over the fake engine core, as `host.VllmCore` is over vLLM's."""
+    """`core.Core` over the fake engine core, as `host.VllmCore` is over vLLM's."""
 
     def __init__(self, engine_core: FakeEngineCore, *, has_plugin: bool = True) -> None:
         self.engine_core = engine_core

@@ -34,7 +34,8 @@ from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
 from vegas_runtime.vllm_plugin.child import other_plugins, root_cause
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY, translate
-from vegas_runtime.vllm_plugin.driving import CoreOutput, Emission, request_seed, steps_of_outputs
+from vegas_runtime.vllm_plugin.core import CoreOutput, Emission
+from vegas_runtime.vllm_plugin.driving import request_seed
 from vegas_runtime.vllm_plugin.engine import (
     MAX_STARTS,
     VllmEngine,
@@ -43,6 +44,7 @@ from vegas_runtime.vllm_plugin.engine import (
     engine_options,
 )
 from vegas_runtime.vllm_plugin.host import sampling_params
+from vegas_runtime.vllm_plugin.unrecorded import steps_of_outputs
 from vegas_tune.laboratory import RETRIED_KINDS, classify
 from vegas_tune.measure import Measurement, measure
 

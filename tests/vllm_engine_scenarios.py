@@ -25,7 +25,8 @@ from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin import host
-from vegas_runtime.vllm_plugin.driving import Core, CoreFacts, Driver
+from vegas_runtime.vllm_plugin.core import Core, CoreFacts
+from vegas_runtime.vllm_plugin.driving import Driver
 from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
 
 SAMPLED = SamplingConfig(temperature=0.7, top_k=20, top_p=0.95, repetition_penalty=1.2, seed=5)

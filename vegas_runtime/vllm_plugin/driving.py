@@ -1,4 +1,4 @@
-"""Keeps an engine core busy the way the tuner needs it; knows vLLM only through `Core`.
+"""Keeps an engine core busy the way the tuner needs it; knows vLLM only through `core.Core`.
 
 A measurement wants a batch that is always full and requests of every age in it. Requests that all
 start together also end together: the last ones then run alone and set the wall time. So arrivals
@@ -11,126 +11,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 from vegas_runtime.config import SamplingConfig
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.records import StepRecord
+from vegas_runtime.vllm_plugin.core import Core, CoreOutput, Emission, Tokens
 from vegas_runtime.vllm_plugin.recording import Clock, EngineStep, to_records
+from vegas_runtime.vllm_plugin.unrecorded import steps_of_outputs
 
 # Requests kept waiting beyond the batch: several may end in one step, and a new one takes a
 # message's time to arrive.
 _SPARE_SHARE: Final = 8
 _LEAST_SPARE: Final = 4
-
-Tokens = Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreFacts:
-    """What an engine core turned out to be, once started.
-
-    Attributes:
-        block_size: tokens of a KV block.
-        num_kv_tokens: tokens the KV cache holds.
-        max_num_seqs: most requests running.
-        max_model_len: longest context, output included.
-        device: as `machine.device_facts`.
-        runtime: as `machine.runtime_facts`, with `kv_cache_dtype` and `attention_path`.
-        status: what the plugin's workers say of themselves; empty without the plugin.
-    """
-
-    block_size: int
-    num_kv_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    device: Mapping[str, Any] = field(default_factory=dict)
-    runtime: Mapping[str, Any] = field(default_factory=dict)
-    status: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emission:
-    """What one request got from one step.
-
-    Attributes:
-        request_id: as submitted.
-        token_ids: new output tokens.
-        finish_reason: `stop`, `length`, `abort`, `error`; empty while it goes on.
-        num_prompt_tokens: with the first token, how many the prompt had; else 0.
-        num_cached_tokens: of them, those found in the prefix cache.
-        scheduled_s: with the first token, when it was admitted, on the engine's clock.
-        top_logprobs: per new token, the likeliest tokens with their log probabilities, when asked.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str = ""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    scheduled_s: float = 0.0
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Prompt tokens computed beside the row that samples; 0 but for a first token."""
-        return max(0, self.num_prompt_tokens - self.num_cached_tokens - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreOutput:
-    """What came out of one engine step.
-
-    Attributes:
-        end_s: when its results were there, on the engine's clock (`time.monotonic`).
-        emissions: of the requests that got something.
-        num_running: requests that hold a place after it.
-        num_waiting: requests ready to take one.
-    """
-
-    end_s: float
-    emissions: list[Emission]
-    num_running: int
-    num_waiting: int
-
-    @property
-    def num_took_part(self) -> int:
-        """Requests that held a place during the step."""
-        return self.num_running + sum(bool(one.finish_reason) for one in self.emissions)
-
-
-class Core(Protocol):
-    """One running vLLM engine."""
-
-    @property
-    def facts(self) -> CoreFacts:
-        """What it turned out to be."""
-
-    def submit(
-        self,
-        request_id: str,
-        prompt: Tokens,
-        sampling: SamplingConfig,
-        *,
-        seed: int,
-        max_tokens: int,
-        num_logprobs: int = 0,
-    ) -> None:
-        """Hand a request over; it starts when a place is free."""
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests, whether running or waiting."""
-
-    def poll(self) -> CoreOutput:
-        """Wait for the next step's output."""
-
-    def call(self, utility: str, *args: Any) -> Any:
-        """Call a utility of the engine core by name, after everything submitted before."""
-
-    def close(self) -> None:
-        """Stop the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,59 +328,6 @@ def _limit(number: int, order: DecodeOrder) -> int:
     if number >= order.batch_size or not order.has_arrivals:
         return order.max_new_tokens
     return max(1, -(-order.max_new_tokens * (number + 1) // order.batch_size))
-
-
-def steps_of_outputs(outputs: Sequence[CoreOutput], num_draft_tokens: int = 0) -> list[EngineStep]:
-    """Steps of an engine that records nothing, from what it put out.
-
-    The first output has no beginning to be timed from and is left out. A prompt that was computed
-    over several steps is seen only when its first token comes, so every step since its admission
-    is counted as processing it.
-
-    Args:
-        outputs: in order.
-        num_draft_tokens: what the engine drafts per request and iteration. A method that drafts
-            fewer now and then is counted as having had the rest rejected: what it did not draft
-            it did not gain. A request's first token comes from its prompt, without drafts, and
-            its last tokens may have been cut by its output limit; neither counts as a
-            verification.
-    """
-    contexts = [0] * len(outputs)
-    for index, output in enumerate(outputs):
-        for one in output.emissions:
-            earlier = index
-            while one.num_context_tokens and outputs[earlier].end_s > one.scheduled_s:
-                contexts[earlier] = max(contexts[earlier], one.num_context_tokens)
-                if earlier == 0:
-                    break
-                earlier -= 1
-    steps = []
-    for index in range(1, len(outputs)):
-        output = outputs[index]
-        emissions = [one for one in output.emissions if one.token_ids]
-        drafted = [
-            0 if one.num_prompt_tokens or one.finish_reason else num_draft_tokens
-            for one in emissions
-        ]
-        emitted = [len(one.token_ids) for one in emissions]
-        steps.append(
-            EngineStep(
-                number=index,
-                duration_s=output.end_s - outputs[index - 1].end_s,
-                num_running=output.num_took_part,
-                num_waiting=output.num_waiting,
-                num_context_tokens=contexts[index],
-                request_ids=[one.request_id for one in emissions],
-                num_draft_tokens=drafted,
-                # One of the tokens is the target's own.
-                num_accepted_tokens=[
-                    tokens - 1 if drafts else 0
-                    for tokens, drafts in zip(emitted, drafted, strict=True)
-                ],
-                num_emitted_tokens=emitted,
-            )
-        )
-    return steps
 
 
 def request_seed(seed: int, replicate: int, index: int) -> int:

@@ -15,7 +15,8 @@ from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY
-from vegas_runtime.vllm_plugin.driving import Completion, CoreFacts, Decoded, DecodeOrder
+from vegas_runtime.vllm_plugin.core import CoreFacts
+from vegas_runtime.vllm_plugin.driving import Completion, Decoded, DecodeOrder
 from vegas_runtime.vllm_plugin.geometry import with_bounds
 from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
 from vegas_runtime.vllm_plugin.recording import Clock

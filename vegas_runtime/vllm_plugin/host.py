@@ -22,13 +22,8 @@ from typing import Any, Final
 from vegas_runtime.config import SamplingConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.machine import device_facts, runtime_facts
-from vegas_runtime.vllm_plugin.driving import (
-    Core,
-    CoreFacts,
-    CoreOutput,
-    Driver,
-    Emission,
-)
+from vegas_runtime.vllm_plugin.core import Core, CoreFacts, CoreOutput, Emission
+from vegas_runtime.vllm_plugin.driving import Driver
 
 OpenCore = Callable[..., Core]
 
@@ -78,7 +73,7 @@ def _carry_out(order: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple
 
 
 class VllmCore:
-    """vLLM's engine behind `driving.Core`: requests in, step outputs out, no text in between.
+    """vLLM's engine behind `core.Core`: requests in, step outputs out, no text in between.
 
     Args:
         options: fields of vLLM's `EngineArgs`.
