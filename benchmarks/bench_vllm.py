@@ -55,7 +55,8 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
 from vegas_runtime.gpu_memory import first_device, used_bytes
 from vegas_runtime.machine import nvidia_smi
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.measure import Measurement, mean_ratio, unpaired_ratio

@@ -51,7 +51,8 @@ from vegas_runtime.backend import (
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.gpu_memory import MemoryGuard
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.measure import Estimate, Measurement, accepted, mean_ratio, unpaired_ratio

@@ -18,7 +18,8 @@ from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.records import Run, write_json_lines
 from vegas_runtime.vllm_plugin.child import launch_host
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.measure import (
     Estimate,
     Measurement,

@@ -30,7 +30,8 @@ from benchmarks.vllm_arms import (
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.vllm_plugin.driving import Completion
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 GREEDY = SamplingConfig()
 SAMPLINGS = {

@@ -31,7 +31,8 @@ from vegas_runtime.vllm_plugin import recording
 from vegas_runtime.vllm_plugin.child import Child, launch
 from vegas_runtime.vllm_plugin.core import CoreFacts, CoreOutput, Emission
 from vegas_runtime.vllm_plugin.driving import Driver
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 BLOCK_SIZE = 16
 NUM_KV_TOKENS = 200_000

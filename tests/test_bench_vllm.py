@@ -14,7 +14,8 @@ from benchmarks import bench_vllm, vllm_arms, vllm_lossless
 from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.measure import measure
 from vegas_tune.steady import Unsteady
 

@@ -20,7 +20,8 @@ from benchmarks.vllm_arms import Evidence
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, read_json_lines
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.methods import parse_methods
 
 SELECT_S = 0.001

@@ -29,10 +29,12 @@ LAYERS: Final = (
 )
 NEVER_EACH_OTHER: Final = ("engine", "vllm_plugin")
 
-# An engine implements the protocol that stands beside the door to all engines.
+# An engine implements the protocol that stands beside the door to all engines, and starts for the
+# capacity that stands there too.
 IMPLEMENTS_THE_PROTOCOL: Final = (
     "vegas_runtime.engine.reference",
     "vegas_runtime.vllm_plugin.engine",
+    "vegas_runtime.vllm_plugin.engine_options",
 )
 
 # Third-party packages that belong to some modules alone.

@@ -14,7 +14,8 @@ from test_vllm_sweep import model
 
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine, engine_options
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint, engine_options
 from vegas_tune import compare_bed, compare_methods, figure_files, stock_methods
 from vegas_tune.compare_methods import CompareRequest
 from vegas_tune.progress import SweepProgress

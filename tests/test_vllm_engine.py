@@ -36,9 +36,8 @@ from vegas_runtime.vllm_plugin.child import other_plugins, root_cause
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY, translate
 from vegas_runtime.vllm_plugin.core import CoreOutput, Emission
 from vegas_runtime.vllm_plugin.driving import request_seed
-from vegas_runtime.vllm_plugin.engine import (
-    MAX_STARTS,
-    VllmEngine,
+from vegas_runtime.vllm_plugin.engine import MAX_STARTS, VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import (
     control_values,
     declared_besides,
     engine_options,

@@ -16,7 +16,8 @@ from vegas_runtime.backend import Capacity
 from vegas_runtime.errors import GpuMemoryError
 from vegas_runtime.gpu_memory import MemoryCheck
 from vegas_runtime.profile import load_profile
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune import fleet_tune, worker_arms
 from vegas_tune.board import Board
 from vegas_tune.evidence import unpack_records

@@ -15,7 +15,8 @@ from benchmarks.grid import Grid
 from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity
 from vegas_runtime.records import read_json_lines
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 BATCH = 8
 NUM_SETTINGS = 1 + 6 * 5

@@ -20,7 +20,8 @@ from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, UsageError
 from vegas_runtime.profile import load_profile
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune import checking, tune
 from vegas_tune import request as request_module
 from vegas_tune.evidence import unpack_records

@@ -27,7 +27,8 @@ from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin import host
 from vegas_runtime.vllm_plugin.core import Core, CoreFacts
 from vegas_runtime.vllm_plugin.driving import Driver
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 SAMPLED = SamplingConfig(temperature=0.7, top_k=20, top_p=0.95, repetition_penalty=1.2, seed=5)
 BED: dict[str, Any] = {

@@ -16,7 +16,8 @@ from vegas_runtime.machine import has_nvidia_driver
 from vegas_runtime.records import Run
 
 if TYPE_CHECKING:
-    from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+    from vegas_runtime.vllm_plugin.engine import VllmEngine
+    from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 BACKENDS: Final = ("auto", "reference", "vllm", "replay")
 
@@ -377,7 +378,7 @@ def find_checkpoint(
         ModelError: it cannot be found or fetched, or is no decoder.
     """
     from vegas_runtime.engine import loading
-    from vegas_runtime.vllm_plugin.engine import Checkpoint
+    from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
     source = loading.fetch(loading.resolve_model(model), report or _silent)
     return Checkpoint(
