@@ -12,7 +12,8 @@ call can be captured in a CUDA graph and replayed with other lengths:
     begin_draft     once per draft step
       draft         per layer: one row a request over its list and tail
 
-`methods.py` says what a method's lists come from, `switches.py` what a running engine may change.
+`methods.py` says what a method's lists come from, `switches.py` what a running engine may change,
+`collector_parts.py` which paths are taken and what every buffer holds.
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from torch import Tensor
 
 from vegas_runtime.config import Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
-from vegas_runtime.vllm_plugin import paths
-from vegas_runtime.vllm_plugin.after_acceptance import AfterAcceptance
+from vegas_runtime.vllm_plugin.collector_parts import make_parts
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.listing import Listing
-from vegas_runtime.vllm_plugin.methods import ROW_SETS, DraftKind
+from vegas_runtime.vllm_plugin.methods import DraftKind
 from vegas_runtime.vllm_plugin.prompt_lists import PromptLists
-from vegas_runtime.vllm_plugin.quest_pages import QuestPages
 from vegas_runtime.vllm_plugin.switches import Switches
 from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.triton_steps import step_lengths
-from vegas_runtime.vllm_plugin.verification import EngineCall, Scoring, StepLengths
+from vegas_runtime.vllm_plugin.verification import EngineCall
 
 
 class Collector:
@@ -81,101 +80,35 @@ class Collector:
         rows: Sequence[Rows] = (),
     ) -> None:
         self._switches = Switches(config, device, algorithms=algorithms, rows=rows)
-        self._shape, self._limits, self._device = shape, limits, device
-        self._ratio, self._min_tokens = ratio, min_tokens
-        per_head = self._switches.shapes
-        if True in per_head and shape.sinks:
-            raise ConfigError(
-                f"{self._switches.named_per_head} reads a list per KV head and the model has "
-                "attention sinks, which draft attention cannot combine yet.",
-                hint="Use scope 'layer'.",
-            )
-        self._scoring = Scoring(row_set=self._switches.row_set, scale=shape.scale)
-        self.path, self.reason = paths.choose_verify(
-            path,
+        self._limits, self._ratio, self._min_tokens = limits, ratio, min_tokens
+        self._parts = parts = make_parts(
             shape,
             limits,
-            device,
-            rows=config.rows if config.rows in ROW_SETS else "two",
-            is_scored=self._switches.is_scored,
+            self._switches,
+            device=device,
+            ratio=ratio,
+            min_tokens=min_tokens,
+            path=path,
+            draft_path=draft_path,
         )
-        self._verify = paths.make_verify(
-            self.path,
-            shape,
-            limits,
-            device,
-            scoring=self._scoring,
-            per_head=self._switches.scores_per_head,
-        )
-        self.draft_path, self.draft_reason = paths.choose_draft(
-            draft_path, shape, limits, device, has_long_tail=self._switches.has_long_tail
-        )
-        self._draft = paths.make_draft(self.draft_path, shape, limits, device)
+        self.path, self.reason = parts.path, parts.reason
+        self.draft_path, self.draft_reason = parts.draft_path, parts.draft_reason
+        self._scoring, self._verify, self._draft = parts.scoring, parts.verify, parts.draft
+        self._lengths, self._listings = parts.lengths, parts.listings
+        self._after, self.pages = parts.after, parts.pages
         self.max_budget = limits.capacity
         self._given_rows: Tensor | None = None
-        self._allocate()
-
-    def _allocate(self) -> None:
-        """Make every buffer."""
-        shape, limits, switches = self._shape, self._limits, self._switches
-        rows, candidates, counts, tail_start, row_mask = torch.zeros(
-            (5, limits.max_batch), dtype=torch.int32, device=self._device
-        )
-        self._lengths = StepLengths(
-            rows=rows,
-            candidates=candidates,
-            counts=counts,
-            tail_start=tail_start,
-            row_mask=row_mask,
-        )
-        self._listings = {
-            per_head: Listing(
-                shape,
-                limits,
-                source=switches.listed_from,
-                per_head=per_head,
-                is_ranked=self.collects,
-                draft=self._draft,
-                lengths=self._lengths,
-                device=self._device,
-            )
-            for per_head in switches.shapes
-        }
-        self.use_lists(switches.kind)
-        self._after = AfterAcceptance(
-            shape,
-            limits,
-            switches=switches,
-            listings=self._listings,
-            lengths=self._lengths,
-            ratio=self._ratio,
-            min_tokens=self._min_tokens,
-            device=self._device,
-        )
-        self.pages: QuestPages | None = None
-        if "query" in switches.sources:
-            self.pages = QuestPages(
-                shape,
-                limits,
-                self._device,
-                is_in_force=switches.bounded,
-                ratio=self._ratio,
-                min_tokens=self._min_tokens,
-            )
+        self.use_lists(self._switches.kind)
 
     @property
     def num_bytes(self) -> int:
         """Memory held, in bytes."""
-        held = 5 * self._lengths.rows.nbytes
-        held += sum(listing.num_bytes for listing in self._listings.values())
-        held += 0 if self.pages is None else self.pages.num_bytes
-        parts = (self._after, self._verify, self._draft)
-        return held + sum(part.num_bytes for part in parts)
+        return self._parts.num_bytes
 
     @property
     def collects(self) -> bool:
         """Whether verify steps are ever scored, or their rows kept."""
-        return self._switches.is_scored or self._switches.keeps_rows
+        return self._switches.collects
 
     @property
     def algorithm(self) -> str:

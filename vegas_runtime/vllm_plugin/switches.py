@@ -91,6 +91,11 @@ class Switches:
         return "accepted" in self.sources
 
     @property
+    def collects(self) -> bool:
+        """Whether verify steps are ever scored, or their rows kept."""
+        return self.is_scored or self.keeps_rows
+
+    @property
     def listed_from(self) -> ListSource:
         """What buffers of lists must have room for: selected entries, unless none are selected."""
         if self.sources & {"scores", "accepted", "prompt"}:
