@@ -1,4 +1,4 @@
-// Verification attention: which path runs. Grid limits and layouts are checked in ops.py.
+// Verification attention: which path runs. Grid limits and layouts are checked in kernels/arguments.py.
 #include "include/launch.h"
 
 namespace vegas {
