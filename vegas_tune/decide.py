@@ -92,6 +92,11 @@ def spending_levels(looks: Sequence[int], alpha: float) -> tuple[float, ...]:
     return tuple(after - before for before, after in itertools.pairwise([0.0, *spent]))
 
 
+def is_look(looks: Sequence[int], before: int, after: int) -> bool:
+    """Whether a look falls on the rounds just added; several places add several at a time."""
+    return any(before < look <= after for look in looks)
+
+
 # --------------------------------------------------------------------------- step 1: plateau
 
 

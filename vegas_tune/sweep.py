@@ -14,23 +14,18 @@ from typing import Final, Literal
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BudgetSpentError, NoValidTrialError, VegasError
 from vegas_tune.bench import Bench, Progress, Silent, counts_by_request
-from vegas_tune.decide import Choice, Decision, Plateau, Validation, choose, find_plateau, validate
+from vegas_tune.decide import Choice, Decision, Plateau, Validation, choose, find_plateau
 from vegas_tune.decision_log import choice_decision, named, sparsity_decision, validation_decision
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
+from vegas_tune.ladder import SEARCH, LadderSearch
 from vegas_tune.measure import pool
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE, Plan
-from vegas_tune.racing import drop_outs
+from vegas_tune.validation import Validated, validate_afresh
 
-# Settings this far behind the leader are not measured again, nor validated.
-CONTENDER_LOSS: Final = 0.05
+# Settings this far behind the choice are not validated.
 FINALIST_LOSS: Final = 0.10
-MAX_CONTENDERS: Final = 4
 # A ratio this many rungs from where gamma was chosen may want another gamma.
 REBRACKET_RUNGS: Final = 2
-# Validation rounds with a failed measurement that are put up with.
-MAX_BROKEN_ROUNDS: Final = 3
-
-_SEARCH: Final = (GAMMA, REFINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +128,7 @@ class _Sweep:
         self._plan = plan
         self._progress = progress
         self._bench = Bench(plan, lab, progress, validates=validates)
+        self._ladders = LadderSearch(plan, self._bench)
         self._decisions: list[Decision] = []
 
     # ------------------------------------------------------------------ the program
@@ -186,8 +182,8 @@ class _Sweep:
         self._progress.started(GAMMA, f"the fastest gamma at sparsity ratio {ratio:g}")
         ladder = [plan.plain, *(plan.config(gamma, ratio) for gamma in plan.gammas)]
         best = self._bench.predictor().best(ladder[1:])[0]
-        self._climb(GAMMA, ladder, best, anchors=[plan.plain])
-        dropped = self._race(GAMMA, ladder)
+        self._ladders.climb(GAMMA, ladder, best, anchors=[plan.plain])
+        dropped = self._ladders.race(GAMMA, ladder)
         rule = "best-first-bracket, wilcoxon-race" if plan.race_looks else "best-first-bracket"
         choice = self._choose(GAMMA, rule, ladder[1:], dropped)
         return None if choice is None else choice.chosen.num_speculative_tokens
@@ -198,7 +194,7 @@ class _Sweep:
         self._progress.started(REFINE, f"the fastest sparsity ratio at gamma {gamma}")
         ladder = [plan.config(gamma, candidate) for candidate in plan.ratios]
         best = self._bench.predictor().best(ladder)[0]
-        self._climb(REFINE, ladder, best, anchors=[plan.config(gamma, ratio)])
+        self._ladders.climb(REFINE, ladder, best, anchors=[plan.config(gamma, ratio)])
         choice = self._choose(REFINE, "ratio-hill-climb", ladder)
         if choice is None:
             return
@@ -206,14 +202,14 @@ class _Sweep:
         moved = abs(plan.ratios.index(chosen) - plan.ratios.index(ratio))
         if moved >= REBRACKET_RUNGS:
             ladder = [plan.config(candidate, chosen) for candidate in plan.gammas]
-            self._climb(REFINE, ladder, choice.chosen)
+            self._ladders.climb(REFINE, ladder, choice.chosen)
         self._settle()
 
     def _settle(self) -> None:
         """Race the best of everything tried: the steps vary one knob at a time, noise hits both."""
         plan, bench = self._plan, self._bench
         for _ in range(plan.settle_rounds):
-            contenders = self._contenders(self._drafting())
+            contenders = self._ladders.contenders(self._drafting())
             if len(contenders) < 2:
                 break
             bench.open_round(plan.search_blocks)
@@ -222,34 +218,15 @@ class _Sweep:
 
     def _drafting(self) -> list[SpeculationConfig]:
         """Every setting that drafts and was measured in steps 2 and 3."""
-        measured = self._bench.measured(*_SEARCH)
+        measured = self._bench.measured(*SEARCH)
         configs = dict.fromkeys(one.point.config for one in measured)
         return [config for config in configs if config.num_speculative_tokens]
 
     def _validate(self, finalists: Sequence[SpeculationConfig]) -> SweepResult:
         """Fresh measurements of the finalists against plain decoding, in rounds."""
-        plan, bench = self._plan, self._bench
         names = " and ".join(named(config) for config in finalists)
         self._progress.started(VALIDATE, f"{names or 'nothing'} against plain decoding, afresh")
-        settings = [*finalists, plan.plain]
-        rounds: list[dict[SpeculationConfig, float]] = []
-        verdict: Validation | None = None
-        turn = num_broken = 0
-        while finalists and len(rounds) < plan.looks[-1] and num_broken < MAX_BROKEN_ROUNDS:
-            bench.open_round(plan.validation_blocks)
-            if not bench.has_room_for(VALIDATE, settings):
-                break
-            found = bench.compare(VALIDATE, settings, is_backwards=turn % 2 == 1)
-            if not found:
-                num_broken += 1
-                continue
-            turn += 1
-            rounds += found
-            if _looked(plan.looks, len(rounds) - len(found), len(rounds)):
-                verdict = self._judge(rounds, finalists)
-                if _is_settled(verdict, plan):
-                    break
-        return self._conclude(rounds, finalists, verdict, num_broken)
+        return self._conclude(finalists, validate_afresh(self._plan, self._bench, finalists))
 
     # ------------------------------------------------------------------ step 1
 
@@ -276,84 +253,6 @@ class _Sweep:
 
     # ------------------------------------------------------------------ steps 2 and 3
 
-    def _climb(
-        self,
-        step: str,
-        ladder: Sequence[SpeculationConfig],
-        start: SpeculationConfig,
-        *,
-        anchors: Iterable[SpeculationConfig] = (),
-    ) -> None:
-        """Measure around `start` until the fastest rung has both neighbours measured.
-
-        Later rounds repeat the contenders in the opposite order, so that drift cancels.
-        """
-        bench, blocks = self._bench, self._plan.search_blocks
-        bench.open_round(blocks)
-        near = [start, *_neighbours(ladder, start)]
-        bench.measure_all(step, dict.fromkeys([*anchors, *near]))
-        self._bracket(step, ladder)
-        for _ in range(self._plan.rounds - 1):
-            again = self._contenders(ladder)
-            if len(again) < 2:
-                break
-            bench.open_round(blocks)
-            bench.measure_all(step, again[::-1])
-            self._bracket(step, ladder)
-
-    def _bracket(self, step: str, ladder: Sequence[SpeculationConfig]) -> None:
-        given_up: set[SpeculationConfig] = set()
-        while tried := self._tried(ladder):
-            rates = self._bench.rates(*_SEARCH)
-            open_ends = [
-                config
-                for config in _neighbours(ladder, rates.leader(tried))
-                if config not in rates and config not in given_up
-            ]
-            num_drafting = sum(config.num_speculative_tokens > 0 for config in tried)
-            if not open_ends or num_drafting >= self._plan.max_settings:
-                return
-            best = self._bench.predictor().best(open_ends)[0]
-            if not self._bench.measure(step, best):
-                given_up.add(best)
-
-    def _race(self, step: str, ladder: Sequence[SpeculationConfig]) -> dict[SpeculationConfig, int]:
-        """Repeat the contenders side by side; the surely slower ones drop out at each look.
-
-        Returns:
-            After how many rounds each of them dropped out.
-        """
-        plan, bench = self._plan, self._bench
-        racing = self._contenders(ladder)
-        rounds: list[dict[SpeculationConfig, float]] = []
-        dropped: dict[SpeculationConfig, int] = {}
-        turn = 0
-        while len(racing) > 1 and len(rounds) < max(plan.race_looks, default=0):
-            bench.open_round(plan.search_blocks)
-            found = bench.compare(step, racing, is_backwards=turn % 2 == 1)
-            if not found:
-                break
-            turn += 1
-            rounds += found
-            if _looked(plan.race_looks, len(rounds) - len(found), len(rounds)):
-                slower = drop_outs(rounds, racing, num_looks=len(plan.race_looks))
-                dropped |= dict.fromkeys(slower, len(rounds))
-                racing = [config for config in racing if config not in dropped]
-        return dropped
-
-    def _contenders(self, ladder: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
-        tried = self._tried(ladder)
-        if not tried:
-            return []
-        rates = self._bench.rates(*_SEARCH)
-        ranked = [config for config in rates.ranked() if config in tried]
-        close = [c for c in ranked if rates.ratio(c, ranked[0]).est >= 1 - CONTENDER_LOSS]
-        return close[:MAX_CONTENDERS]
-
-    def _tried(self, ladder: Sequence[SpeculationConfig]) -> list[SpeculationConfig]:
-        known = {measured.point.config for measured in self._bench.measured(*_SEARCH)}
-        return [config for config in ladder if config in known]
-
     def _choose(
         self,
         step: str,
@@ -362,9 +261,9 @@ class _Sweep:
         dropped: Mapping[SpeculationConfig, int] | None = None,
     ) -> Choice | None:
         """Choose on a ladder that is ordered cheapest first, and record it."""
-        if not self._tried(ladder):
+        if not self._ladders.tried(ladder):
             return None
-        rates, predictor = self._bench.rates(*_SEARCH), self._bench.predictor()
+        rates, predictor = self._bench.rates(*SEARCH), self._bench.predictor()
         choice = choose(rates, ladder, tolerance=self._plan.tie_tolerance)
         predicted = {config: predictor.rate(config) for config in choice.relative}
         self._decide(choice_decision(step, rule, choice, predicted, rates.noise_cv, dropped or {}))
@@ -372,7 +271,7 @@ class _Sweep:
 
     def _last_choice(self) -> SpeculationConfig | None:
         """What steps 2 and 3 chose; None when they had nothing to choose from."""
-        chosen = [decision.chosen for decision in self._decisions if decision.step in _SEARCH]
+        chosen = [decision.chosen for decision in self._decisions if decision.step in SEARCH]
         if not chosen:
             return None
         last = chosen[-1]
@@ -385,7 +284,7 @@ class _Sweep:
         last = self._last_choice()
         if last is None:
             return []
-        rates = self._bench.rates(*_SEARCH)
+        rates = self._bench.rates(*SEARCH)
         others = [
             config
             for config in rates.ranked()
@@ -395,87 +294,42 @@ class _Sweep:
         ]
         return sorted([last, *others[:1]], key=_cost_order)
 
-    def _judge(
-        self,
-        rounds: Sequence[Mapping[SpeculationConfig, float]],
-        finalists: Sequence[SpeculationConfig],
-    ) -> Validation:
-        plan = self._plan
-        return validate(
-            rounds,
-            finalists,
-            plan.plain,
-            level=plan.look_level,
-            precision=plan.precision,
-            tie_tolerance=plan.tie_tolerance,
-        )
-
     def _conclude(
-        self,
-        rounds: Sequence[Mapping[SpeculationConfig, float]],
-        finalists: Sequence[SpeculationConfig],
-        verdict: Validation | None,
-        num_broken: int,
+        self, finalists: Sequence[SpeculationConfig], validated: Validated
     ) -> SweepResult:
         plan, bench = self._plan, self._bench
         if not bench.measured():
             raise _no_figures(plan, bench.outcomes)
-        # The end of the budget is a look too, in place of those that it cut off.
-        if len(rounds) not in plan.looks and len(rounds) >= 2:
-            verdict = self._judge(rounds, finalists)
-        status, reason = self._status(len(rounds), finalists, verdict, num_broken)
-        selected = plan.plain
-        if verdict is not None:
-            selected = verdict.selected
-        elif finalists:
-            selected = finalists[0]
         noise_cv = self._noise_cv()
         self._decide(
             validation_decision(
-                plan, status, reason, selected, verdict, num_rounds=len(rounds), noise_cv=noise_cv
+                plan,
+                validated.status,
+                validated.reason,
+                validated.selected,
+                validated.verdict,
+                num_rounds=validated.num_rounds,
+                noise_cv=noise_cv,
             )
         )
         return SweepResult(
             plan=plan,
-            status=status,
-            reason=reason,
-            selected=selected,
+            status=validated.status,
+            reason=validated.reason,
+            selected=validated.selected,
             decisions=tuple(self._decisions),
             outcomes=tuple(bench.outcomes),
             finalists=tuple(finalists),
-            validation=verdict,
-            num_rounds=len(rounds),
+            validation=validated.verdict,
+            num_rounds=validated.num_rounds,
             noise_floor_cv=noise_cv,
             dominated=dict(bench.dominated),
             spent_s=bench.spent_s,
         )
 
-    def _status(
-        self,
-        num_rounds: int,
-        finalists: Sequence[SpeculationConfig],
-        verdict: Validation | None,
-        num_broken: int,
-    ) -> tuple[Literal["validated", "inconclusive"], str]:
-        plan = self._plan
-        if verdict is not None and num_rounds >= plan.looks[0]:
-            why = verdict.why
-            if verdict.status == "inconclusive" and num_rounds < plan.looks[-1]:
-                why += f" The budget of {plan.budget_s:g} s allowed {num_rounds} rounds."
-            return verdict.status, why
-        if not finalists:
-            cause = "the budget was spent first" if self._bench.is_budget_spent else "all failed"
-            return "inconclusive", f"no setting that drafts could be compared: {cause}."
-        if num_broken >= MAX_BROKEN_ROUNDS:
-            return "inconclusive", f"{num_broken} validation rounds had a failed measurement."
-        return "inconclusive", (
-            f"the budget of {plan.budget_s:g} s allowed {num_rounds} validation rounds; "
-            f"{plan.looks[0]} are needed."
-        )
-
     def _noise_cv(self) -> float:
         """Spread between passes: validation's, which has the most rounds, else the search's."""
-        for steps in ((VALIDATE,), _SEARCH):
+        for steps in ((VALIDATE,), SEARCH):
             if self._bench.measured(*steps):
                 return self._bench.rates(*steps).noise_cv
         return math.nan
@@ -491,24 +345,6 @@ def _finished(outcomes: Iterable[Outcome], steps: Sequence[str]) -> list[Measure
         for outcome in outcomes
         if isinstance(outcome, Measured) and (not steps or outcome.point.step in steps)
     ]
-
-
-def _is_settled(verdict: Validation, plan: Plan) -> bool:
-    """Whether further rounds are not worth their time."""
-    half_width = verdict.speedups[verdict.winner].half_width
-    return verdict.status == "validated" and half_width <= plan.stop_precision
-
-
-def _looked(looks: Sequence[int], before: int, after: int) -> bool:
-    """Whether a look falls on the rounds just added; several places add several at a time."""
-    return any(before < look <= after for look in looks)
-
-
-def _neighbours(
-    ladder: Sequence[SpeculationConfig], config: SpeculationConfig
-) -> list[SpeculationConfig]:
-    at = ladder.index(config)
-    return [ladder[i] for i in (at - 1, at + 1) if 0 <= i < len(ladder)]
 
 
 def _cost_order(config: SpeculationConfig) -> tuple[int, float]:
