@@ -18,7 +18,7 @@ from test_report import check_inside
 from vegas_runtime.errors import UsageError
 from vegas_tune import figure_files
 from vegas_tune.bench import Silent
-from vegas_tune.charts import METHOD_STYLES
+from vegas_tune.chart_data import METHOD_STYLES
 from vegas_tune.laboratory import Laboratory, MemoryStore
 from vegas_tune.measure import Estimate
 from vegas_tune.method_figures import Bars, Curves, PaperFigure, paper_figures

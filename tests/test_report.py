@@ -20,20 +20,8 @@ from profiles import estimate, make_profile, point
 from vegas_runtime.errors import UsageError
 from vegas_runtime.profile import Estimate, Profile
 from vegas_tune import wording
-from vegas_tune.charts import (
-    METHOD_STYLES,
-    Axis,
-    Band,
-    Bar,
-    Mark,
-    Part,
-    Row,
-    Series,
-    interval_chart,
-    line_chart,
-    nice_ticks,
-    stacked_bars,
-)
+from vegas_tune.chart_data import METHOD_STYLES, Axis, Band, Bar, Mark, Part, Row, Series
+from vegas_tune.charts import interval_chart, line_chart, nice_ticks, stacked_bars
 from vegas_tune.curves import conditional_acceptance, gamma_curve, refine_curve, sparsity_curve
 from vegas_tune.headline import headline, iteration_budget
 from vegas_tune.markdown import markdown_code, markdown_table, markdown_text

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from vegas_runtime.errors import UsageError
 from vegas_runtime.records import replace_file
-from vegas_tune.charts import METHOD_STYLES, Axis, Mark, Style
+from vegas_tune.chart_data import METHOD_STYLES, Axis, Mark, Style
 from vegas_tune.method_figures import Bars, Curves, PaperFigure
 from vegas_tune.report_style import PALETTES
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_tune.bench import counts_by_request
-from vegas_tune.charts import METHOD_STYLES, Axis, Mark, Row, Series, Style
+from vegas_tune.chart_data import METHOD_STYLES, Axis, Mark, Row, Series, Style
 from vegas_tune.decide import plain_values
 from vegas_tune.laboratory import Measured
 from vegas_tune.measure import Estimate, accepted, position_acceptance

@@ -6,20 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from vegas_runtime.profile import Estimate, Point, Profile
-from vegas_tune.charts import (
-    Axis,
-    Band,
-    Bar,
-    Chart,
-    Mark,
-    Part,
-    Phase,
-    Row,
-    Series,
-    interval_chart,
-    line_chart,
-    stacked_bars,
-)
+from vegas_tune.chart_data import Axis, Band, Bar, Mark, Part, Phase, Row, Series
+from vegas_tune.charts import Chart, interval_chart, line_chart, stacked_bars
 from vegas_tune.curves import (
     Curve,
     conditional_acceptance,
