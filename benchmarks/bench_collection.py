@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.bench_kernels import Batch, Shape, graphed, make_batch, row, times_us
+from benchmarks.kernel_batch import Batch, Shape, make_batch
+from benchmarks.replay_times import graphed, row, times_us
 from benchmarks.results_file import Row, write_rows
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ConfigError

@@ -2,55 +2,24 @@
 
     python -m benchmarks.bench_kernels [--quick] [--shapes NAME ...] [--no-write]
 
-Every callable is captured in a CUDA graph; graphs under comparison are replayed in turn, so that
-clocks and neighbours hit them alike. A ratio is the median over paired replays, with a bootstrap
-95 % interval. Rows go to results/kernels_h200.json.
+How calls are timed stands in `replay_times`. Rows go to results/kernels_h200.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_batch import BLOCK, Batch, Shape, make_batch
+from benchmarks.replay_times import graphed, row, times_us
 from benchmarks.results_file import Row, write_rows
 from vegas_runtime.kernels import ops
 from vegas_runtime.kernels.budgets import kv_budgets
-
-BLOCK = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One layer of a model, and a batch on it."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    context: int
-    layers: int
-    shortest: int = 0  # unequal lengths: uniform in [shortest, context]
-
-    @property
-    def label(self) -> str:
-        """Model, batch and context, as cases name them."""
-        span = f"U({self.shortest}-{self.context})" if self.shortest else f"{self.context}"
-        return f"{self.name} B{self.batch} x {span}"
-
-    def lengths(self) -> list[int]:
-        """Tokens cached per request."""
-        if not self.shortest:
-            return [self.context] * self.batch
-        draw = random.Random(0)
-        return [draw.randint(self.shortest, self.context) for _ in range(self.batch)]
-
 
 SHAPES = {
     "qwen3-8b": Shape(
@@ -79,108 +48,6 @@ SHAPES = {
         shortest=96000,
     ),
 }
-
-
-@dataclass
-class Batch:
-    """A filled cache in scattered blocks and everything calls need."""
-
-    shape: Shape
-    k: Tensor
-    v: Tensor
-    table: Tensor
-    lens: Tensor
-    workspace: ops.Workspace
-
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values of all requests."""
-        shape = self.shape
-        return sum(shape.lengths()) * shape.kv_heads * shape.head_dim * 4
-
-
-def make_batch(shape: Shape) -> Batch:
-    """Random keys and values, K and V of a token side by side (vLLM 0.33's layout)."""
-    device = torch.device("cuda")
-    lengths = shape.lengths()
-    needed = [math.ceil(n / BLOCK) for n in lengths]
-    blocks = sum(needed)
-    size = (blocks, BLOCK, shape.kv_heads, 2 * shape.head_dim)
-    cache = torch.empty(size, dtype=torch.bfloat16, device=device)
-    for part in cache.split(1 << 14):
-        part.normal_()
-    order = torch.randperm(blocks, device=device).to(torch.int32)
-    table = torch.zeros(shape.batch, max(needed), dtype=torch.int32, device=device)
-    at = 0
-    for b, count in enumerate(needed):
-        table[b, :count] = order[at : at + count]
-        at += count
-    return Batch(
-        shape=shape,
-        k=cache[..., : shape.head_dim],
-        v=cache[..., shape.head_dim :],
-        table=table,
-        lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        workspace=ops.make_workspace(
-            device,
-            batch=shape.batch,
-            num_heads=shape.heads,
-            num_kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-        ),
-    )
-
-
-def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a graph replay."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def replay(keep: object = call) -> None:  # the call owns the tensors that the graph works on
-        graph.replay()
-
-    return replay
-
-
-def times_us(calls: Sequence[Callable[[], object]], rounds: int, inner: int = 1) -> Tensor:
-    """Times [rounds, calls] of replays in turn, each divided by `inner`."""
-    marks = [
-        [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in calls
-        ]
-        for _ in range(rounds)
-    ]
-    for row in marks:
-        for call, (start, end) in zip(calls, row, strict=True):
-            start.record()
-            call()
-            end.record()
-    torch.cuda.synchronize()
-    return torch.tensor([[s.elapsed_time(e) * 1e3 / inner for s, e in row] for row in marks])
-
-
-def interval(samples: Tensor) -> tuple[float, float, float]:
-    """Median with its bootstrap 95 % interval."""
-    draw = torch.randint(
-        len(samples), (2000, len(samples)), generator=torch.Generator().manual_seed(0)
-    )
-    medians = samples[draw].median(dim=1).values
-    low, high = torch.quantile(medians, torch.tensor([0.025, 0.975])).tolist()
-    return float(samples.median()), low, high
-
-
-def row(claim: str, case: str, samples: Tensor, unit: str) -> Row:
-    """One figure, printed as well."""
-    value, low, high = interval(samples)
-    print(f"{claim:28s} {case:64s} {value:9.3f} [{low:.3f}, {high:.3f}] {unit}", flush=True)
-    return Row(claim=claim, case=case, value=value, low=low, high=high, unit=unit)
 
 
 def copy_tb_s(rounds: int) -> float:

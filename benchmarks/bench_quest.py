@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.bench_collection import GAMMA, RATIO, SHAPES
-from benchmarks.bench_kernels import Shape, graphed, make_batch, row, times_us
+from benchmarks.kernel_batch import Shape, make_batch
+from benchmarks.replay_times import graphed, row, times_us
 from benchmarks.results_file import Row, write_rows
 from vegas_runtime.vllm_plugin.draft_lists import DraftLists
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
