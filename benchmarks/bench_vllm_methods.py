@@ -37,6 +37,7 @@ from benchmarks.vllm_arms import (
     mean_of,
     row,
     say,
+    setting_of,
     side_by_side,
     source_prompts,
 )
@@ -578,14 +579,6 @@ def window_of(config: SpeculationConfig) -> SpeculationConfig:
 def window_name(config: SpeculationConfig) -> str:
     """Of an arm that no method is."""
     return f"{_WINDOW_NAME}{setting_of(config)}"
-
-
-def setting_of(config: SpeculationConfig) -> str:
-    """A setting in a few words."""
-    gamma = config.num_speculative_tokens
-    if not gamma or config.sparsity_ratio == 1.0:
-        return f"gamma {gamma}"
-    return f"gamma {gamma}, ratio {config.sparsity_ratio:g}"
 
 
 if __name__ == "__main__":

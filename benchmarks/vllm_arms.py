@@ -39,6 +39,8 @@ SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
 # Every verify row summed costs no more than two of them, and more drafts are accepted.
 VEGAS = BASE.replace(rows="all")
+# The setting whose acceptance the prototype reported.
+REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
 SPARE_PROMPTS = 8
 # Beyond a request's output: drafts, and blocks not filled.
 KV_SPARE_TOKENS = 128
@@ -349,6 +351,15 @@ def row(claim: str, case: str, estimate: Estimate | float, unit: str, *, digits:
         low, high = cut(estimate.low), cut(estimate.high)
         return Row(claim=claim, case=case, value=cut(estimate.est), low=low, high=high, unit=unit)
     return Row(claim=claim, case=case, value=cut(estimate), low=None, high=None, unit=unit)
+
+
+def setting_of(config: SpeculationConfig) -> str:
+    """A setting in a few words."""
+    gamma = config.num_speculative_tokens
+    # vLLM's own methods select nothing: a ratio of 1 is no setting of theirs.
+    if not gamma or config.sparsity_ratio == 1.0:
+        return f"gamma {gamma}"
+    return f"gamma {gamma}, ratio {config.sparsity_ratio:g}"
 
 
 def mean_of(values: Iterable[float]) -> float:

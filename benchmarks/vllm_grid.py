@@ -30,6 +30,7 @@ from benchmarks.vllm_arms import (
     engine_of,
     row,
     say,
+    setting_of,
     source_prompts,
 )
 from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
@@ -197,7 +198,7 @@ def record(engine: VllmEngine, block: PromptBlock, recording: Recording, *, unti
             if engine.now_s() > until_s:
                 return
             rate = take(engine, block, recording, config, replicate)
-            say(f"  round {replicate}, {named(config)}: {rate}")
+            say(f"  round {replicate}, {setting_of(config)}: {rate}")
 
 
 def take(
@@ -272,7 +273,8 @@ def choices(grid: Grid) -> dict[str, SpeculationConfig]:
     by_setting: dict[SpeculationConfig, list[str]] = {}
     for name, config in [found[0], *rivals, ("the grid's best", grid.best)]:
         by_setting.setdefault(config, []).append(name)
-        say(f"  {name}: {named(config)}, {100 * grid.regret(config):.2f} % below the grid's best")
+        below = f"{100 * grid.regret(config):.2f} % below the grid's best"
+        say(f"  {name}: {setting_of(config)}, {below}")
     say(f"chosen from the recording in {time.monotonic() - started_s:.1f} s")
     return {", ".join(names): config for config, names in list(by_setting.items())[:2]}
 
@@ -303,7 +305,7 @@ def race(
             figures = evidence.take(
                 engine,
                 block,
-                f"race {named(arms[name])}",
+                f"race {setting_of(arms[name])}",
                 replicate=_RACE_REPLICATE + number,
                 tokens=RACE_TOKENS_PER_REQUEST,
             )
@@ -338,11 +340,5 @@ def _ratio(
     case: str,
 ) -> Row:
     ratio = mean_ratio([found[one] - found[other] for found in logs])
-    names = f"{one} ({named(arms[one])}) over {other} ({named(arms[other])})"
+    names = f"{one} ({setting_of(arms[one])}) over {other} ({setting_of(arms[other])})"
     return row(claim, f"{names}; {case}", ratio, "x")
-
-
-def named(config: SpeculationConfig) -> str:
-    """A setting in a few words."""
-    gamma = config.num_speculative_tokens
-    return f"gamma {gamma}, ratio {config.sparsity_ratio:g}" if gamma else "gamma 0"

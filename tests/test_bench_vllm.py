@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_vllm import FAST, Clock, InlineChild, checkpoint
 
-from benchmarks import bench_vllm, vllm_arms, vllm_lossless
+from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_throughput
 from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
@@ -51,14 +51,14 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return [(place, *range(length - 1)) for place in range(count)]
 
     monkeypatch.setattr(vllm_arms, "VllmEngine", engine)
-    for module in (bench_vllm, vllm_lossless):
+    for module in (vllm_throughput, vllm_lossless):
         monkeypatch.setattr(module, "source_prompts", prompts)
-    monkeypatch.setattr(bench_vllm, "CONTEXT", 40)
+    monkeypatch.setattr(vllm_throughput, "CONTEXT", 40)
     monkeypatch.setattr(vllm_arms, "TOKENS_PER_REQUEST", 96)
     monkeypatch.setattr(vllm_arms, "TOKENS_PER_PASS", 0)
     shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 64}
     source = replace(checkpoint(), facts={**checkpoint().facts, **shape})
-    monkeypatch.setattr(bench_vllm, "find_checkpoint", lambda *_, **__: source)
+    monkeypatch.setattr(vllm_throughput, "find_checkpoint", lambda *_, **__: source)
     return started
 
 
@@ -68,7 +68,7 @@ def _by_claim(rows: Sequence[Row], claim: str) -> dict[str, Row]:
 
 def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_path: Path) -> None:
     rows: list[Row] = []
-    bench_vllm.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path)
+    vllm_throughput.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path)
     assert sorted(arms) == [False, True, True], "one start of stock a batch, one of the plugin"
     for claim in ("speedup_vs_stock", "speedup_vs_gamma0", "vegas_vs_streaming_llm"):
         assert set(_by_claim(rows, claim)) == {"b4", "b8"}
@@ -87,7 +87,7 @@ def test_throughput_publishes_every_claim_of_every_batch(arms: list[bool], tmp_p
 
 
 def test_every_pass_of_throughput_is_kept_raw(arms: list[bool], tmp_path: Path) -> None:
-    bench_vllm.throughput("fake", [4], [], seconds=100.0, data=tmp_path)
+    vllm_throughput.throughput("fake", [4], [], seconds=100.0, data=tmp_path)
     rows = list(read_json_lines(tmp_path / "vllm_h200_4.jsonl.z"))
     kinds = {row["what"].split()[0] for row in rows}
     assert kinds == {"stock", "tune", "race", "closed", "b4"}
@@ -107,7 +107,7 @@ def test_a_pass_that_is_not_steady_is_flagged_and_ends_nothing(
 
     monkeypatch.setattr(vllm_arms, "measure", judge)
     rows: list[Row] = []
-    bench_vllm.throughput("fake", [4], rows, seconds=100.0, data=tmp_path)
+    vllm_throughput.throughput("fake", [4], rows, seconds=100.0, data=tmp_path)
     (flagged,) = _by_claim(rows, "passes_not_steady").values()
     assert flagged.value == len(judged) // 3
     assert "stock b4" in flagged.case
@@ -168,7 +168,7 @@ def test_both_parts_run_on_the_same_engines(
     for name, value in (("NUM_GREEDY", 8), ("GREEDY_TOKENS", 16), ("GREEDY_CONTEXT", 65)):
         monkeypatch.setattr(vllm_lossless, name, value)
     rows: list[Row] = []
-    bench_vllm.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path, num_samples=2000)
+    vllm_throughput.throughput("fake", [4, 8], rows, seconds=150.0, data=tmp_path, num_samples=2000)
     assert sorted(arms) == [False, True, True], "two of stock and one of the plugin"
     claims = {row.claim for row in rows}
     assert {"speedup_vs_stock", "rows_all_vs_two", "same_distribution_p", "greedy_p"} <= claims
@@ -177,9 +177,9 @@ def test_both_parts_run_on_the_same_engines(
 def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> None:
     rows: list[Row] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_vllm, "SHAPE_CONTEXT", 400)
-        patch.setattr(bench_vllm, "_buffers", lambda status: 2**30)
-        bench_vllm.shape(tmp_path, rows)
+        patch.setattr(vllm_shape, "SHAPE_CONTEXT", 400)
+        patch.setattr(vllm_shape, "_buffers", lambda status: 2**30)
+        vllm_shape.shape(tmp_path, rows)
     steps = _by_claim(rows, "step_ms")
     plain = next(row for case, row in steps.items() if case.endswith(", stock"))
     drafting = next(row for case, row in steps.items() if case.endswith(", plugin"))
