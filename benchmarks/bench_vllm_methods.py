@@ -14,17 +14,13 @@ the reason.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.results_file import RESULTS, Row, write_rows
+from benchmarks.results_file import RESULTS, Row
 from benchmarks.vllm_arms import (
     BASE,
     CONTEXT,
@@ -41,6 +37,15 @@ from benchmarks.vllm_arms import (
     side_by_side,
     source_prompts,
 )
+from benchmarks.vllm_method_rows import (
+    NAME,
+    Passes,
+    own_rows,
+    publish,
+    sparse_rows,
+    window_name,
+    window_of,
+)
 from vegas_runtime.backend import (
     STOCK_METHODS,
     Capacity,
@@ -56,20 +61,17 @@ from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
-from vegas_tune.measure import Estimate, Measurement, accepted, mean_ratio, unpaired_ratio
 from vegas_tune.methods import PLAIN, Method, parse_methods
 from vegas_tune.plan import BUDGET_SHARES, REFINE, make_plan
 from vegas_tune.stock_methods import own_method
 from vegas_tune.sweep import run_search
 
-NAME = "methods_vllm_h200"
 BATCH = 256
 GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05, 0.07)
 METHODS = (
     "vegas,all_rows,last_accepted,accepted_only,streaming_llm,quest,spec_extend,sparse_spec,snapkv"
 )
-WINDOW = "streaming_llm"
 ROUNDS = 3
 STOCK_PASSES = 3
 # Tokens of a pass for each running request: searching, and what is published.
@@ -120,48 +122,6 @@ def main() -> None:
             print(one)
         if rows:
             print(publish(rows, args.part, folder=args.out))
-
-
-def publish(rows: Sequence[Row], part: str, *, folder: Path) -> Path:
-    """Write a part's rows in place of its earlier ones, and what both parts together say."""
-
-    def is_stale(old: Mapping[str, Any]) -> bool:
-        if old["claim"] == "fastest_vs_own" or f", part {part}: " in old["case"]:
-            return True
-        method = method_of(old["case"])
-        return bool(method) and (method in STOCK_METHODS) == (part == "own")
-
-    path = write_rows(NAME, rows, device="cuda", folder=folder, stale=is_stale)
-    crossed = fastest_against_own(json.loads(path.read_text())["rows"])
-    for one in crossed:
-        print(one)
-    return write_rows(NAME, crossed, device="cuda", folder=folder)
-
-
-def method_of(case: str) -> str:
-    """The method that a case names; empty for none."""
-    named = case.partition(" method=")[2]
-    return named.partition(",")[0].partition(":")[0]
-
-
-@dataclass
-class Passes:
-    """What was measured of one arm.
-
-    Attributes:
-        config: its setting.
-        figures: one per round.
-        step_s: mean time of an iteration, one per round.
-    """
-
-    config: SpeculationConfig
-    figures: list[Measurement] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-
-    @property
-    def rates(self) -> list[float]:
-        """Decode throughput by round, tokens per second."""
-        return [one.decode_tok_s.est for one in self.figures]
 
 
 class Bench:
@@ -436,149 +396,6 @@ class Bench:
             say(f"  NOT SERVED: {name}: {why}")
             case = f"{self._case} method={name}: {' '.join(why.split())}"
             self._rows.append(row("not_served", case, 0.0, "figures"))
-
-
-# --------------------------------------------------------------------------- figures
-
-
-def sparse_rows(case: str, arms: Mapping[str, Passes], base: Sequence[float]) -> list[Row]:
-    """What is published of the race.
-
-    Args:
-        case: names the workload.
-        arms: by method name, plain decoding and windows among them.
-        base: stock vLLM's throughput.
-    """
-    rows = [row("stock_decode", case, mean_of(base), "tok/s")]
-    rounds = min((len(one.figures) for one in arms.values()), default=0)
-    if min(rounds, len(base)) < 2:
-        return rows
-    logs = {name: [math.log(rate) for rate in one.rates[:rounds]] for name, one in arms.items()}
-    windows = {one.config: one for one in arms.values() if one.config.algorithm == WINDOW}
-    methods = [name for name in arms if name != PLAIN and not name.startswith(_WINDOW_NAME)]
-    methods.sort(key=lambda name: -sum(logs[name]))
-    if PLAIN in arms:
-        rows.append(
-            row("plugin_gamma0_vs_stock", case, unpaired_ratio(arms[PLAIN].rates, base), "x")
-        )
-    for name in methods:
-        one = arms[name]
-        own = f"{case} method={name}, {setting_of(one.config)}"
-        rows += method_rows(own, one)
-        rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
-        if PLAIN in arms:
-            rows.append(row("speedup_vs_gamma0", own, _paired(logs, name, PLAIN), "x"))
-        other = next((each for each in methods if each != name), None)
-        if other is not None:
-            rows.append(row("vs_best_other", own, _paired(logs, name, other), "x"))
-        window = windows.get(window_of(one.config))
-        if window is not None and window is not one:
-            pairs = zip(window.step_s, one.step_s, strict=False)
-            rest = mean_ratio([math.log(without / with_it) for without, with_it in pairs])
-            overhead = Estimate(est=1 - rest.est, low=1 - rest.high, high=1 - rest.low, n=rest.n)
-            rows.append(row("selection_overhead", own, overhead, "share of an iteration"))
-    return rows
-
-
-def own_rows(
-    case: str, name: str, by_gamma: Mapping[int, tuple[float, Passes]], base: Sequence[float]
-) -> list[Row]:
-    """What is published of one of vLLM's own methods, at its best gamma.
-
-    Args:
-        case: names the workload.
-        name: of the method.
-        by_gamma: throughput it was chosen by, and passes.
-        base: stock vLLM's throughput, of the same run.
-    """
-    rows = [row("own_searched", f"{case} {name}", float(len(by_gamma)), "gammas")]
-    gamma = max(by_gamma, key=lambda each: by_gamma[each][0])
-    one = by_gamma[gamma][1]
-    own = f"{case} method={name}, gamma {gamma}"
-    rows += method_rows(own, one)
-    if len(base) > 1:
-        rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
-        rows.append(row("stock_decode", f"{case}, beside {name}", mean_of(base), "tok/s"))
-    return rows
-
-
-def method_rows(case: str, passes: Passes) -> list[Row]:
-    """Throughput, tokens per iteration and acceptance by position of one method."""
-    counts = [one.counts for one in passes.figures if one.counts]
-    rows = [
-        row(
-            "decode",
-            case,
-            mean_ratio([math.log(rate) for rate in passes.rates]),
-            "tok/s",
-        )
-    ]
-    if counts:
-        rows.append(row("tokens_per_iteration", case, accepted(counts).shifted(1.0), "tokens"))
-    positions = list(zip(*(one.survival for one in passes.figures), strict=False))
-    rows += [
-        row("first_i_drafts_accepted", f"{case} i={index}", mean_of(shares), "share")
-        for index, shares in enumerate(positions, start=1)
-    ]
-    return rows
-
-
-def fastest_against_own(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The fastest method that selects over each of vLLM's own: both against stock in their run.
-
-    Args:
-        rows: of the results file, both parts' where both were run.
-    """
-    found: dict[str, Mapping[str, Any]] = {}
-    for one in rows:
-        if one["claim"] == "speedup_vs_stock":
-            found[method_of(one["case"])] = one
-    selecting = [name for name in found if name not in STOCK_METHODS]
-    if not selecting:
-        return []
-    best = max(selecting, key=lambda name: found[name]["value"])
-    return [
-        row(
-            "fastest_vs_own",
-            f"{found[best]['case'].partition(' method=')[0]} {best} over {name}, unpaired",
-            _ratio(found[best], found[name]),
-            "x",
-        )
-        for name in found
-        if name in STOCK_METHODS
-    ]
-
-
-def _ratio(top: Mapping[str, Any], bottom: Mapping[str, Any]) -> Estimate:
-    """Ratio of two ratios that share nothing: log half-widths add in quadrature."""
-    est = top["value"] / bottom["value"]
-    down = math.hypot(
-        math.log(top["value"] / top["low"]), math.log(bottom["high"] / bottom["value"])
-    )
-    up = math.hypot(math.log(top["high"] / top["value"]), math.log(bottom["value"] / bottom["low"]))
-    return Estimate(est=est, low=est * math.exp(-down), high=est * math.exp(up), n=2)
-
-
-def _paired(logs: Mapping[str, Sequence[float]], one: str, other: str) -> Estimate:
-    pairs = zip(logs[one], logs[other], strict=True)
-    return mean_ratio([above - below for above, below in pairs])
-
-
-_WINDOW_NAME = "window, "
-
-
-def window_of(config: SpeculationConfig) -> SpeculationConfig:
-    """As many drafts from as many entries, none of them selected."""
-    return BASE.replace(
-        algorithm=WINDOW,
-        num_speculative_tokens=config.num_speculative_tokens,
-        sparsity_ratio=config.sparsity_ratio,
-    )
-
-
-def window_name(config: SpeculationConfig) -> str:
-    """Of an arm that no method is."""
-    return f"{_WINDOW_NAME}{setting_of(config)}"
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import pytest
 from fake_vllm import FAST, Clock, FakeEngineCore, InlineChild, checkpoint
 
 from benchmarks import bench_vllm_methods, render_readme, vllm_arms
-from benchmarks.bench_vllm_methods import Bench, publish
+from benchmarks.bench_vllm_methods import Bench
 from benchmarks.results_file import Row
 from benchmarks.vllm_arms import Evidence
+from benchmarks.vllm_method_rows import publish
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, read_json_lines
