@@ -13,7 +13,7 @@ from benchmarks.vllm_arms import BASE, REPORTED, Evidence, block_of, engine_of, 
 from vegas_runtime.backend import Capacity
 from vegas_runtime.gpu_memory import first_device, used_bytes
 from vegas_runtime.machine import nvidia_smi
-from vegas_runtime.vllm_plugin.engine import Checkpoint
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,

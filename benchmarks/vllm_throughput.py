@@ -33,7 +33,8 @@ from benchmarks.vllm_arms import (
 from benchmarks.vllm_lossless import allow_planting, compare_outputs
 from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.vllm_plugin.engine import Checkpoint, VllmEngine
+from vegas_runtime.vllm_plugin.engine import VllmEngine
+from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.bench import Silent
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.measure import Measurement, mean_ratio, unpaired_ratio
