@@ -70,7 +70,7 @@ BATCH = 256
 GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05, 0.07)
 METHODS = (
-    "vegas,all_rows,last_accepted,accepted_only,streaming_llm,quest,spec_extend,sparse_spec,snapkv"
+    "vegas,all_rows,last_accepted,accepted_only,streaming_llm,spec_extend,sparse_spec,snapkv,quest"
 )
 ROUNDS = 3
 STOCK_PASSES = 3

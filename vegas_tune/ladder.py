@@ -48,7 +48,7 @@ class LadderSearch:
         """
         bench, blocks = self._bench, self._plan.search_blocks
         bench.open_round(blocks)
-        near = [start, *_neighbours(ladder, start)]
+        near = [start, *neighbours(ladder, start)]
         bench.measure_all(step, dict.fromkeys([*anchors, *near]))
         self._bracket(step, ladder)
         for _ in range(self._plan.rounds - 1):
@@ -65,7 +65,7 @@ class LadderSearch:
             rates = self._bench.rates(*SEARCH)
             open_ends = [
                 config
-                for config in _neighbours(ladder, rates.leader(tried))
+                for config in neighbours(ladder, rates.leader(tried))
                 if config not in rates and config not in given_up
             ]
             num_drafting = sum(config.num_speculative_tokens > 0 for config in tried)
@@ -115,8 +115,9 @@ class LadderSearch:
         return [config for config in ladder if config in known]
 
 
-def _neighbours(
+def neighbours(
     ladder: Sequence[SpeculationConfig], config: SpeculationConfig
 ) -> list[SpeculationConfig]:
+    """The rungs below and above a setting."""
     at = ladder.index(config)
     return [ladder[i] for i in (at - 1, at + 1) if 0 <= i < len(ladder)]

@@ -56,7 +56,12 @@ _BYTES_PER_MEASUREMENT: Final = 3000
 _BYTES_PER_TOKEN: Final = 3
 
 # Rules that came later, as the plans recorded before them were carried out.
-_RULES_BEFORE: Final[Mapping[str, Any]] = {"race_looks": [], "places": 1, "stop_precision": 0.05}
+_RULES_BEFORE: Final[Mapping[str, Any]] = {
+    "race_looks": [],
+    "places": 1,
+    "stop_precision": 0.05,
+    "looks_around": 0,
+}
 
 
 def gamma_ladder(max_num_speculative_tokens: int) -> tuple[int, ...]:
@@ -130,6 +135,8 @@ class Plan:
             will not do so soon, and step 3 looks at the ratio again.
         rounds: interleaved rounds of a search step.
         settle_rounds: rounds in which the best of all search settings race each other.
+        looks_around: how often the unmeasured settings beside the fastest, along both knobs, are
+            measured before that race; each look may find a faster one.
         max_settings: settings a search step may try, gamma 0 not counted.
         plateau_tolerance: accepted tokens that may be given up on the plateau, a fraction.
         tie_tolerance: throughput that may be given up for a cheaper setting, a fraction.
@@ -156,6 +163,7 @@ class Plan:
     sparsity_rounds: int = 12
     rounds: int = 2
     settle_rounds: int = 2
+    looks_around: int = 2
     max_settings: int = 6
     plateau_tolerance: float = 0.02
     tie_tolerance: float = 0.005

@@ -17,7 +17,7 @@ from vegas_tune.bench import Bench, Progress, Silent, counts_by_request
 from vegas_tune.decide import Choice, Decision, Plateau, Validation, choose, find_plateau
 from vegas_tune.decision_log import choice_decision, named, sparsity_decision, validation_decision
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
-from vegas_tune.ladder import SEARCH, LadderSearch
+from vegas_tune.ladder import SEARCH, LadderSearch, neighbours
 from vegas_tune.measure import pool
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE, Plan
 from vegas_tune.validation import Validated, validate_afresh
@@ -208,6 +208,7 @@ class _Sweep:
     def _settle(self) -> None:
         """Race the best of everything tried: the steps vary one knob at a time, noise hits both."""
         plan, bench = self._plan, self._bench
+        self._look_around()
         for _ in range(plan.settle_rounds):
             contenders = self._ladders.contenders(self._drafting())
             if len(contenders) < 2:
@@ -215,6 +216,26 @@ class _Sweep:
             bench.open_round(plan.search_blocks)
             bench.measure_all(REFINE, contenders if bench.num_rounds % 2 else contenders[::-1])
         self._choose(REFINE, "race", sorted(self._drafting(), key=_cost_order))
+
+    def _look_around(self) -> None:
+        """Measure what lies beside the fastest setting, along both knobs, until it has no equal."""
+        plan, bench = self._plan, self._bench
+        for _ in range(plan.looks_around):
+            drafting = self._drafting()
+            if not drafting:
+                return
+            leader = bench.rates(*SEARCH).leader(drafting)
+            gamma, ratio = leader.num_speculative_tokens, leader.sparsity_ratio
+            beside = [
+                *neighbours([plan.config(gamma, each) for each in plan.ratios], leader),
+                *neighbours([plan.config(each, ratio) for each in plan.gammas], leader),
+            ]
+            unknown = [config for config in beside if config not in drafting]
+            if not unknown:
+                return
+            bench.open_round(plan.search_blocks)
+            if not bench.measure_all(REFINE, [leader, *unknown]):
+                return
 
     def _drafting(self) -> list[SpeculationConfig]:
         """Every setting that drafts and was measured in steps 2 and 3."""
