@@ -218,7 +218,7 @@ class _Sweep:
         self._choose(REFINE, "race", sorted(self._drafting(), key=_cost_order))
 
     def _look_around(self) -> None:
-        """Measure what lies beside the fastest setting, along both knobs, until it has no equal."""
+        """Measure what lies beside the fastest setting, along both knobs, until none is faster."""
         plan, bench = self._plan, self._bench
         for _ in range(plan.looks_around):
             drafting = self._drafting()
