@@ -43,9 +43,9 @@ def sweep_arguments(tiny: Path, run_dir: Path, *more: str) -> list[str | Path]:
     # Dense enough a ladder to walk on, small enough to take seconds.
     return [
         "sweep", "--model", tiny / "model", "--workload", tiny / "prompts.jsonl",
-        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "32",
-        "--tokens", "40", "--min-tokens", "4", "--max-gamma", "3", "--budget", "60s",
-        "--ratios", "0.05,0.1,0.3,0.6", "--dtype", "float32", "--device", "cpu",
+        "--batch", "2", "--waiting", "0", "--blocks", "2", "--max-new-tokens", "48",
+        "--tokens", "60", "--min-tokens", "4", "--max-gamma", "3", "--budget", "60s",
+        "--ratios", "0.2,0.3,0.6,0.9", "--dtype", "float32", "--device", "cpu",
         "--backend", "reference", "--run-dir", run_dir, *more,
     ]  # fmt: skip
 

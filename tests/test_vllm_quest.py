@@ -62,7 +62,8 @@ def make_pages(
     )
     limits = Limits(
         max_batch=case.batch + 1,
-        max_len=max(*case.lens, max_len, 1),
+        # Budgets count the drafts that may follow.
+        max_len=max(*case.lens, max_len, 1) + config.num_speculative_tokens,
         max_rows=config.num_speculative_tokens + 1,
         max_ratio=config.sparsity_ratio,
         min_tokens=config.min_tokens,
