@@ -419,6 +419,7 @@ def inline_engine(
     """An engine on the fake, in this process, and the children it started."""
     own_clock = clock or Clock()
     children: list[InlineChild] = []
+    source = options.pop("source", checkpoint())
     size = options.pop("size", capacity())
     drafting = options.pop("drafting", None)
 
@@ -428,7 +429,7 @@ def inline_engine(
         return children[-1]  # type: ignore[return-value]
 
     engine = VllmEngine(
-        checkpoint(), size, is_stock=is_stock, drafting=drafting, launch=start, clock=own_clock
+        source, size, is_stock=is_stock, drafting=drafting, launch=start, clock=own_clock
     )
     return engine, children
 

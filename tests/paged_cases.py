@@ -188,6 +188,40 @@ def make_score(case: Case, device: torch.device) -> Tensor | None:
     return torch.full(shape, 255, dtype=torch.uint8, device=device)
 
 
+def verify(
+    this: Paged,
+    *,
+    lens: Tensor,
+    prefix: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    workspace: ops.Workspace,
+    score: Tensor | None,
+) -> None:
+    """The operation alone, over a case's queries and cache."""
+    case = this.case
+    ops.verify_attention(
+        this.q,
+        this.k,
+        this.v,
+        block_table=this.table,
+        seq_lens=lens,
+        query_start=this.query_start,
+        prefix=prefix,
+        max_queries=max(*case.queries, 1),
+        scale=case.head_dim**-0.5,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        window=case.window,
+        sinks=this.sinks,
+        score=score,
+        hint=None if score is None else this.hint,
+        rows=None if score is None else this.rows,
+        path=case.path,
+    )
+
+
 def run_verify(this: Paged, workspace: ops.Workspace, mode: str | None = None) -> Result:
     """Call the operation as an engine would."""
     case = this.case if mode is None else replace(this.case, mode=mode)
@@ -200,25 +234,14 @@ def run_verify(this: Paged, workspace: ops.Workspace, mode: str | None = None) -
     score = make_score(case, this.device)
     prefix = torch.full((case.batch + 1,), -1, dtype=torch.int32, device=this.device)
     ops.build_schedule(this.lens, prefix, query_start=this.query_start, window=case.window)
-    ops.verify_attention(
-        this.q,
-        this.k,
-        this.v,
-        block_table=this.table,
-        seq_lens=this.lens,
-        query_start=this.query_start,
+    verify(
+        this,
+        lens=this.lens,
         prefix=prefix,
-        max_queries=max(*case.queries, 1),
-        scale=case.head_dim**-0.5,
         out=padded[1:-1],
         lse=lse,
         workspace=workspace,
-        window=case.window,
-        sinks=this.sinks,
         score=score,
-        hint=None if score is None else this.hint,
-        rows=None if score is None else this.rows,
-        path=case.path,
     )
     assert bool((padded[0] == CANARY).all() and (padded[-1] == CANARY).all()), "canary"
     assert not bool(workspace.counters.any()), "counters are not zero again"
@@ -554,23 +577,7 @@ def check_graph_replays(path: str, device: torch.device) -> None:
 
     def step() -> None:
         ops.build_schedule(lens, prefix, query_start=this.query_start)
-        ops.verify_attention(
-            this.q,
-            this.k,
-            this.v,
-            block_table=this.table,
-            seq_lens=lens,
-            query_start=this.query_start,
-            prefix=prefix,
-            max_queries=8,
-            scale=0.125,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-            score=score,
-            hint=this.hint,
-            path=path,
-        )
+        verify(this, lens=lens, prefix=prefix, out=out, lse=lse, workspace=workspace, score=score)
         ops.select(
             score[None],
             candidates=lens,
@@ -656,22 +663,14 @@ def check_changing_lengths(path: str, device: torch.device) -> None:
             with torch.cuda.stream(side):
                 for j in range(8):
                     this.lens.copy_(others[(8 * i + j) % 64])
-            ops.verify_attention(
-                this.q,
-                this.k,
-                this.v,
-                block_table=this.table,
-                seq_lens=this.lens,
-                query_start=this.query_start,
+            verify(
+                this,
+                lens=this.lens,
                 prefix=before.prefix,
-                max_queries=queries,
-                scale=head_dim**-0.5,
                 out=torch.empty_like(this.q),
                 lse=torch.empty_like(before.lse),
                 workspace=workspace,
                 score=score,
-                hint=this.hint,
-                path=path,
             )
         ended = torch.cuda.Event()
         ended.record()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_vllm import FAST, Clock, InlineChild, checkpoint
+from fake_vllm import FAST, Clock, checkpoint, inline_engine
 
 from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_throughput
 from benchmarks.results_file import Row
@@ -40,12 +40,8 @@ def arms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seed = 4000 + 2 * capacity.batch_size + is_stock
         gamma = drafting.num_speculative_tokens if drafting else 0
 
-        def launch(stock: bool) -> Any:
-            return InlineChild(clock, seed=seed + 2 * gamma)
-
-        return VllmEngine(
-            source, capacity, is_stock=is_stock, drafting=drafting, launch=launch, clock=clock
-        )
+        own = {"source": source, "size": capacity, "drafting": drafting}
+        return inline_engine(clock, is_stock=is_stock, seed=seed + 2 * gamma, **own)[0]
 
     def prompts(_: Any, count: int, length: int = 40) -> list[tuple[int, ...]]:
         return [(place, *range(length - 1)) for place in range(count)]

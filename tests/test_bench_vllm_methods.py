@@ -11,7 +11,7 @@ from typing import Any
 
 import fake_vllm
 import pytest
-from fake_vllm import FAST, Clock, FakeEngineCore, InlineChild, checkpoint
+from fake_vllm import FAST, Clock, FakeEngineCore, checkpoint, inline_engine
 
 from benchmarks import bench_vllm_methods, render_readme, vllm_arms
 from benchmarks.bench_vllm_methods import Bench
@@ -54,12 +54,8 @@ def on_fakes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         gamma = drafting.num_speculative_tokens if drafting else 0
         started.append((is_stock, gamma))
 
-        def launch(stock: bool) -> Any:
-            return InlineChild(clock, seed=100 + 2 * gamma + is_stock)
-
-        return VllmEngine(
-            source, capacity, is_stock=is_stock, drafting=drafting, launch=launch, clock=clock
-        )
+        own = {"source": source, "size": capacity, "drafting": drafting}
+        return inline_engine(clock, is_stock=is_stock, seed=100 + 2 * gamma + is_stock, **own)[0]
 
     def prompts(_: Any, count: int, length: int) -> list[tuple[int, ...]]:
         return [(place, *range(length - 1)) for place in range(count)]
