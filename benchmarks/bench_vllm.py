@@ -6,7 +6,8 @@
     served       the half of it in the mode people serve in
     invariant    the half of it in vLLM's batch-invariant mode
     both         throughput, and the other half of lossless, on the same engines
-    shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights
+    shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights; with
+                 `--tensor-parallel 2` split over two GPUs, and acceptance at ratio 1 there
     sweep        the default sweep of the command line: engine starts and GPU time
 
 Every part writes its rows at its end, and its raw step records beside them.
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--batches", default="32,128,256")
     parser.add_argument("--seconds", type=float, default=35.0, help="of tuning at batch 100")
     parser.add_argument("--samples", type=int, default=20_480, help="of lossless, for each arm")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs, of shape")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
     args = parser.parse_args()
@@ -66,7 +68,7 @@ def main() -> None:
         elif args.part == "invariant":
             invariant(find_checkpoint(args.model), rows, num_samples=args.samples)
         elif args.part == "shape":
-            shape(args.data, rows)
+            shape(args.data, rows, tensor_parallel_size=args.tensor_parallel)
         else:
             name = "sweep_h200"
             sweep(args.model, args.data, rows)

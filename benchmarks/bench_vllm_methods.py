@@ -67,12 +67,15 @@ from vegas_tune.stock_methods import own_method
 from vegas_tune.sweep import run_search
 
 BATCH = 256
-GAMMAS = (3, 4, 6)
+GAMMAS = (3, 4, 6, 8)
+# An engine each.
+OWN_GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05, 0.07)
 METHODS = (
     "vegas,all_rows,last_accepted,accepted_only,streaming_llm,spec_extend,sparse_spec,snapkv,quest"
 )
-ROUNDS = 3
+# As many as there is time for.
+MOST_ROUNDS = 6
 STOCK_PASSES = 3
 # Tokens of a pass for each running request: searching, and what is published.
 SEARCH_TOKENS = 96
@@ -251,7 +254,7 @@ class Bench:
                 known.append(window)
                 arms[window_name(window)] = Passes(window)
         round_s = 0.0
-        for number in range(ROUNDS):
+        for number in range(MOST_ROUNDS):
             # Two rounds are the least that give an interval.
             if number >= 2 and time.monotonic() + round_s > self._until_s:
                 say(f"time for {number} rounds only")
@@ -298,7 +301,7 @@ class Bench:
         wanted = [
             StockMethod(name=name, num_speculative_tokens=gamma)
             for name in runnable
-            for gamma in GAMMAS
+            for gamma in OWN_GAMMAS
         ]
         found: dict[str, dict[int, tuple[float, Passes]]] = {}
         base: list[float] = []
@@ -345,7 +348,7 @@ class Bench:
         search, published = Passes(drafting.config), Passes(drafting.config)
         for number in range(2):
             self._take(engine, block, f"search {name}", search, 300 + number)
-        for number in range(ROUNDS):
+        for number in range(STOCK_PASSES):
             self._take(engine, block, f"own {name}", published, 500 + number)
         return mean_of(search.rates), published
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Row
-from benchmarks.vllm_arms import BASE, REPORTED, Evidence, block_of, engine_of, mean_of, row, say
-from vegas_runtime.backend import Capacity
+from benchmarks.vllm_arms import (
+    BASE,
+    REPORTED,
+    SAMPLED,
+    Evidence,
+    block_of,
+    engine_of,
+    mean_of,
+    row,
+    say,
+)
+from vegas_runtime.backend import Capacity, PromptBlock
+from vegas_runtime.config import SamplingConfig
 from vegas_runtime.gpu_memory import first_device, used_bytes
 from vegas_runtime.machine import nvidia_smi
+from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 
 QWEN3_8B = {
@@ -27,8 +40,17 @@ SHAPE_BATCH = 4
 SHAPE_TOKENS = 4 * 64
 
 
-def shape(data: Path, rows: list[Row]) -> None:
-    """Time of a step at Qwen3-8B's shape, both arms; random weights, so no acceptance is told."""
+def shape(data: Path, rows: list[Row], *, tensor_parallel_size: int = 1) -> None:
+    """Time of a step at Qwen3-8B's shape, both arms.
+
+    Weights are random: what of a sparse draft is accepted means nothing. On several GPUs, where no
+    other benchmark runs, what is accepted at ratio 1 is told: every draft, or the plugin is wrong.
+
+    Args:
+        data: folder of the raw records.
+        rows: gains the figures.
+        tensor_parallel_size: GPUs that the model is split over.
+    """
     folder = data / "qwen3_8b_shape"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3_8B))
@@ -38,9 +60,10 @@ def shape(data: Path, rows: list[Row]) -> None:
         batch_size=SHAPE_BATCH,
         max_model_len=SHAPE_CONTEXT + 1024,
         gammas=(0, 6),
-        max_ratio=0.07,
+        max_ratio=REPORTED.sparsity_ratio if tensor_parallel_size == 1 else 1.0,
         config=BASE,
         load_format="dummy",
+        tensor_parallel_size=tensor_parallel_size,
     )
     prompts = [
         tuple((31 * place + 7 * index) % 150_000 for index in range(SHAPE_CONTEXT))
@@ -48,8 +71,11 @@ def shape(data: Path, rows: list[Row]) -> None:
     ]
     # Long enough that nobody ends and is prefilled again while the steps are timed.
     block = block_of(prompts, SHAPE_BATCH, max_new_tokens=1000)
-    evidence = Evidence(data / "vllm_h200_shape.jsonl.z")
-    case = f"Qwen3-8B's shape, {SHAPE_BATCH} x {SHAPE_CONTEXT}"
+    case, name = f"Qwen3-8B's shape, {SHAPE_BATCH} x {SHAPE_CONTEXT}", "vllm_h200_shape"
+    if tensor_parallel_size > 1:
+        case += f", {tensor_parallel_size} GPUs"
+        name += f"_tp{tensor_parallel_size}"
+    evidence = Evidence(data / f"{name}.jsonl.z")
     for arm in ("stock", "plugin"):
         with engine_of(checkpoint, capacity, is_stock=arm == "stock") as engine:
             started_s = time.monotonic()
@@ -74,7 +100,21 @@ def shape(data: Path, rows: list[Row]) -> None:
             if arm == "plugin":
                 buffers = _buffers(engine.status)
                 rows.append(row("plugin_buffers_gib", case, buffers / 2**30, "GiB"))
+                if tensor_parallel_size > 1:
+                    rows.append(_full_acceptance(engine, block, evidence, case))
     evidence.write()
+
+
+def _full_acceptance(engine: VllmEngine, block: PromptBlock, evidence: Evidence, case: str) -> Row:
+    """Share of drafts accepted where they read everything, behind no cut of the distribution."""
+    warm = replace(block, sampling=SamplingConfig(temperature=SAMPLED.temperature, seed=17))
+    engine.prepare(warm)
+    engine.configure(REPORTED.replace(sparsity_ratio=1.0))
+    figures = evidence.take(engine, warm, "ratio 1", replicate=1, tokens=SHAPE_TOKENS)
+    assert figures.accepted is not None, "the plugin drafts here"
+    share = figures.accepted.est / REPORTED.num_speculative_tokens
+    named = f"{case}, T {SAMPLED.temperature}, gamma {REPORTED.num_speculative_tokens}"
+    return row("acceptance_at_ratio_1", named, share, "share", digits=6)
 
 
 def _memory_rows(case: str, capacity: Capacity) -> list[Row]:

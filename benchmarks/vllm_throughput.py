@@ -44,10 +44,11 @@ from vegas_tune.sweep import SweepResult, run_sweep
 # Around what wider sweeps chose: tuning has seconds here, and the race is what is published.
 GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05, 0.07)
-STOCK_PASSES = 3
+# Half of them behind the race: what the machine did meanwhile shows.
+STOCK_PASSES = 6
 # Passes in which nobody arrives: what decoding alone gains.
 CLOSED_PASSES = 2
-RACE_ROUNDS = 3
+RACE_ROUNDS = 5
 TUNED = {
     "vegas": VEGAS,
     "streaming_llm": BASE.replace(algorithm="streaming_llm"),
@@ -94,11 +95,14 @@ def throughput(
                     _stock(arm, block, evidence) for arm, block in zip(stock, blocks, strict=True)
                 ]
                 # The largest first: what the smaller ones need is cached then.
-                for block, passes in list(zip(blocks, base, strict=True))[::-1]:
+                for arm, block, passes in list(zip(stock, blocks, base, strict=True))[::-1]:
                     size = block.batch_size
                     say(f"batch {size}")
                     share = (size / 100) ** 0.3
-                    rows += _plugin(engine, block, passes, evidence, seconds=seconds * share)
+                    arms = _tuned(engine, block, evidence, seconds=seconds * share)
+                    passes |= _race(engine, block, arms, evidence)
+                    passes["stock"] += _open_passes(arm, block, evidence, first=STOCK_PASSES // 2)
+                    rows += _rows(size, arms, passes)
             finally:
                 evidence.write()
                 rows.append(_not_steady(sizes, evidence))
@@ -127,40 +131,56 @@ def _capacity(batch_size: int, checkpoint: Checkpoint) -> Capacity:
 
 
 def _stock(engine: VllmEngine, block: PromptBlock, evidence: Evidence) -> Passes:
+    """Stock vLLM's passes ahead of the race, and those in which nobody arrives."""
     engine.prepare(block)
-    what = f"stock b{block.batch_size}"
     return {
-        "stock": [
-            evidence.take(engine, block, what, replicate=number) for number in range(STOCK_PASSES)
-        ],
+        "stock": _open_passes(engine, block, evidence, first=0),
         "stock closed": [
             evidence.take(
-                engine, block, f"{what} closed", replicate=100 + number, has_arrivals=False
+                engine,
+                block,
+                f"stock b{block.batch_size} closed",
+                replicate=100 + number,
+                has_arrivals=False,
             )
             for number in range(CLOSED_PASSES)
         ],
     }
 
 
-def _plugin(
-    engine: VllmEngine,
-    block: PromptBlock,
-    stock: Passes,
-    evidence: Evidence,
-    *,
-    seconds: float,
-) -> list[Row]:
-    size = block.batch_size
+def _open_passes(
+    engine: VllmEngine, block: PromptBlock, evidence: Evidence, *, first: int
+) -> list[Measurement]:
+    """Half of stock vLLM's passes under arrivals."""
+    return [
+        evidence.take(engine, block, f"stock b{block.batch_size}", replicate=number)
+        for number in range(first, first + STOCK_PASSES // 2)
+    ]
+
+
+def _tuned(
+    engine: VllmEngine, block: PromptBlock, evidence: Evidence, *, seconds: float
+) -> dict[str, SpeculationConfig]:
+    """Each arm's setting: the methods at their best, and what stands beside them."""
     engine.prepare(block)
     vegas = _tune(engine, block, "vegas", seconds, evidence)
-    stream = _tune(engine, block, "streaming_llm", seconds * 0.7, evidence)
-    arms = {
+    return {
         "vegas": vegas,
         "vegas_rows_two": vegas.replace(rows="two"),
-        "streaming_llm": stream,
+        "streaming_llm": _tune(engine, block, "streaming_llm", seconds * 0.7, evidence),
         "plain": BASE,
     }
-    passes: Passes = {name: [] for name in arms} | stock
+
+
+def _race(
+    engine: VllmEngine,
+    block: PromptBlock,
+    arms: Mapping[str, SpeculationConfig],
+    evidence: Evidence,
+) -> Passes:
+    """Arms in turns, then each alone in passes in which nobody arrives."""
+    size = block.batch_size
+    passes: Passes = {name: [] for name in arms}
     for number in range(RACE_ROUNDS):
         # Forth and back: linear drift hits every arm alike over two rounds.
         for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
@@ -175,8 +195,9 @@ def _plugin(
             for number in range(CLOSED_PASSES)
         ]
     engine.configure(REPORTED)
-    reported = evidence.take(engine, block, f"b{size} {setting_of(REPORTED)}", replicate=900)
-    return _rows(size, arms, passes, reported)
+    what = f"b{size} {setting_of(REPORTED)}"
+    passes["reported"] = [evidence.take(engine, block, what, replicate=900)]
+    return passes
 
 
 def _tune(
@@ -231,7 +252,6 @@ def _rows(
     size: int,
     arms: Mapping[str, SpeculationConfig],
     passes: Passes,
-    reported: Measurement,
 ) -> list[Row]:
     rates = {name: [one.decode_tok_s.est for one in found] for name, found in passes.items()}
     base, closed = rates["stock"], rates["stock closed"]
@@ -271,6 +291,7 @@ def _rows(
             for phase, time in last.phases.items()
             if time.est > 0
         ]
+    (reported,) = passes["reported"]
     named = f"{case} {setting_of(REPORTED)}"
     rows.append(row("acceptance_length", named, _length(reported), "tokens"))
     rows += [

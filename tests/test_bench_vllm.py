@@ -184,6 +184,20 @@ def test_shape_tells_steps_of_both_arms(arms: list[bool], tmp_path: Path) -> Non
     assert (tmp_path / "vllm_h200_shape.jsonl.z").exists()
 
 
+def test_shape_on_two_gpus_tells_what_is_accepted_at_ratio_1(
+    arms: list[bool], tmp_path: Path
+) -> None:
+    rows: list[Row] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_shape, "SHAPE_CONTEXT", 400)
+        patch.setattr(vllm_shape, "_buffers", lambda status: 2**30)
+        vllm_shape.shape(tmp_path, rows, tensor_parallel_size=2)
+    ((case, accepted),) = _by_claim(rows, "acceptance_at_ratio_1").items()
+    assert ", 2 GPUs, " in case
+    assert 0 < accepted.value <= 1
+    assert (tmp_path / "vllm_h200_shape_tp2.jsonl.z").exists()
+
+
 def test_source_prompts_are_distinct_and_of_exact_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

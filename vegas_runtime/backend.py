@@ -83,6 +83,7 @@ class Capacity:
             the engine's share by default.
         speculative_options: further keys of the speculative config, to measure the engine itself.
         load_format: `auto`, or `dummy` for weights that are random numbers of the right shape.
+        tensor_parallel_size: GPUs that the model is split over.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -98,6 +99,7 @@ class Capacity:
     kv_cache_bytes: int | None = None
     speculative_options: Mapping[str, Any] = field(default_factory=dict)
     load_format: str = "auto"
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.max_model_len < 2:

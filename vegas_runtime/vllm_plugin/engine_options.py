@@ -59,6 +59,7 @@ def engine_options(
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "load_format": capacity.load_format,
+        "tensor_parallel_size": capacity.tensor_parallel_size,
         # Token ids go in and come out; a folder without a tokenizer is as good.
         "skip_tokenizer_init": checkpoint.tokenizer is None,
     }
