@@ -3,8 +3,10 @@
 Each part takes less than five minutes, and both write to one file.
 
     sparse   stock vLLM and the plugin's engine side by side: every method that selects KV entries
-             tuned by the three steps, then all of them and plain decoding in interleaved rounds
+             at every candidate setting, then each at its fastest, and plain decoding, in
+             interleaved rounds
     own      vLLM's own methods: stock vLLM, and an engine for each number of drafted tokens
+    again    no GPU: the figures of `sparse` once more, from the passes it kept
 
 What a method costs is told by rounds too: as many tokens drafted from a window of as many entries,
 for which nothing is selected or scored, stand beside it. A method that does not run is a row with
@@ -14,6 +16,8 @@ the reason.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +43,12 @@ from benchmarks.vllm_arms import (
 )
 from benchmarks.vllm_method_rows import (
     NAME,
+    RACE,
     Passes,
+    not_steady_row,
     own_rows,
     publish,
+    recorded,
     sparse_rows,
     window_name,
     window_of,
@@ -57,20 +64,17 @@ from vegas_runtime.backend import (
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.gpu_memory import MemoryGuard
+from vegas_runtime.records import read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
-from vegas_tune.bench import Silent
-from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.methods import PLAIN, Method, parse_methods
-from vegas_tune.plan import BUDGET_SHARES, REFINE, make_plan
 from vegas_tune.stock_methods import own_method
-from vegas_tune.sweep import run_search
 
 BATCH = 256
-GAMMAS = (3, 4, 6, 8)
+GAMMAS = (4, 6, 8)
 # An engine each.
 OWN_GAMMAS = (3, 4, 6)
-RATIOS = (0.03, 0.05, 0.07)
+RATIOS = (0.03, 0.05)
 METHODS = (
     "vegas,all_rows,last_accepted,accepted_only,streaming_llm,spec_extend,sparse_spec,snapkv,quest"
 )
@@ -78,7 +82,7 @@ METHODS = (
 MOST_ROUNDS = 6
 STOCK_PASSES = 3
 # Tokens of a pass for each running request: searching, and what is published.
-SEARCH_TOKENS = 96
+SEARCH_TOKENS = 80
 RACE_TOKENS = 192
 # Of the time left when every prompt is prefilled, what tuning may take.
 TUNING_SHARE = 0.55
@@ -99,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=("sparse", "own"))
+    parser.add_argument("part", choices=("sparse", "own", "again"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--methods", default=METHODS, help="of part sparse")
@@ -109,6 +113,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
     args = parser.parse_args()
+    if args.part == "again":
+        again(args.data / f"{NAME}_sparse.jsonl.z", args.batch, args.out)
+        return
     until_s = time.monotonic() + args.limit
     # Filled as figures come, so that a run that is cut off publishes those it reached.
     rows: list[Row] = []
@@ -125,6 +132,20 @@ def main() -> None:
             print(one)
         if rows:
             print(publish(rows, args.part, folder=args.out))
+
+
+def again(records: Path, batch: int, out: Path) -> None:
+    """Figures of part `sparse` from its passes; the machine is that of the figures in place."""
+    found = recorded(read_json_lines(records))
+    known = json.loads((out / f"{NAME}.json").read_text())
+    case = f"b{batch}"
+    rows = [
+        *sparse_rows(case, found.arms, found.base),
+        not_steady_row(case, "sparse", found.not_steady),
+    ]
+    for one in rows:
+        print(one)
+    print(publish(rows, "sparse", folder=out, facts=known))
 
 
 class Bench:
@@ -196,7 +217,7 @@ class Bench:
         say(f"{each_s:.1f} s to tune each of {len(left)} methods")
         settings = {}
         for method in left:
-            chosen = self._tune(engine, block, method, each_s)
+            chosen = self._fastest(engine, block, method, time.monotonic() + each_s)
             if chosen is None:
                 refused[method.name] = "no setting that drafts could be measured"
             else:
@@ -204,31 +225,30 @@ class Bench:
         self._say_refused(refused)
         return settings
 
-    def _tune(
-        self, engine: VllmEngine, block: PromptBlock, method: Method, seconds: float
+    def _fastest(
+        self, engine: VllmEngine, block: PromptBlock, method: Method, until_s: float
     ) -> SpeculationConfig | None:
-        """The three steps, as the command line runs them, on these prompts."""
-        plan = make_plan(
-            method.base,
-            [block],
-            budget_s=seconds / BUDGET_SHARES[REFINE],
-            tokens=SEARCH_TOKENS * self._batch,
-            ratios=RATIOS,
-            gammas=GAMMAS,
-            rounds=1,
-            settle_rounds=1,
-            sparsity_rounds=1,
-            race_looks=(),
-        )
-        search = run_search(plan, Laboratory(plan, engine, [block]), Silent())
-        for outcome in search.outcomes:
-            if isinstance(outcome, Measured):
-                self._evidence.keep(f"tune {method.name} {outcome.point.key}", outcome.run)
+        """The fastest of the candidates that there is time for, a pass of each.
+
+        So few are tried whole: a search would spend half its passes on plain decoding.
+        """
+        rates: dict[SpeculationConfig, float] = {}
+        for gamma, ratio in itertools.product(GAMMAS, RATIOS):
+            if time.monotonic() > until_s:
+                say(f"  {method.name}: time for {len(rates)} settings only")
+                break
+            config = method.base.replace(num_speculative_tokens=gamma, sparsity_ratio=ratio)
+            engine.configure(config)
+            what = f"tune {method.name} {setting_of(config)}"
+            try:
+                figures = self._evidence.take(
+                    engine, block, what, replicate=100, tokens=SEARCH_TOKENS
+                )
+            except BackendError as error:
+                say(f"  failed: {what}: {error.message}")
             else:
-                say(f"  failed: {method.name} {outcome.point.key}: {outcome.reason}")
-        named = "nothing" if search.chosen is None else setting_of(search.chosen)
-        say(f"  {method.name}: {named} after {len(search.outcomes)} passes, {search.spent_s:.0f} s")
-        return search.chosen
+                rates[config] = figures.decode_tok_s.est
+        return max(rates, key=rates.__getitem__, default=None)
 
     def _race(
         self,
@@ -263,7 +283,7 @@ class Bench:
             # Forth and back: linear drift hits every arm alike over two rounds.
             for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
                 try:
-                    self._take(engine, block, f"race {name}", arms[name], 500 + number)
+                    self._take(engine, block, f"{RACE}{name}", arms[name], 500 + number)
                 except BackendError as error:
                     del arms[name]
                     if name in settings:
@@ -281,8 +301,7 @@ class Bench:
             replicate=replicate,
             tokens=RACE_TOKENS,
         )
-        passes.figures.append(figures)
-        passes.step_s.append(sum(time.est for time in figures.phases.values()))
+        passes.add(figures)
 
     # ------------------------------------------------------------------ vLLM's own methods
 
@@ -380,10 +399,7 @@ class Bench:
             yield
         finally:
             self._evidence.write()
-            which = ", ".join(dict.fromkeys(self._evidence.not_steady)) or "none"
-            count = float(len(self._evidence.not_steady))
-            case = f"{self._case}, part {part}: {which}"
-            self._rows.append(row("passes_not_steady", case, count, "passes"))
+            self._rows.append(not_steady_row(self._case, part, self._evidence.not_steady))
 
     def _stock(self, engine: VllmEngine, block: PromptBlock, numbers: Sequence[int]) -> list[float]:
         engine.prepare(block)

@@ -265,6 +265,14 @@ def engine_of(
         say(f"{arm} ended; it held the GPU for {engine.held_s:.0f} s")
 
 
+def figures_of(run: Run) -> tuple[Measurement, str]:
+    """A pass's figures, and why it was not steady: they are over every full step then."""
+    figures = measure(run)
+    if isinstance(figures, Measurement):
+        return figures, ""
+    return _all_full_steps(run), figures.reason
+
+
 def _all_full_steps(run: Run) -> Measurement:
     """Figures over every step of a full batch but the first, whatever moved while it ran."""
     steps = [s for s in run.steps if s.kind == "decode" and s.num_running == run.batch_size][1:]
@@ -317,11 +325,10 @@ class Evidence:
         else:
             run = engine.run_closed(block, replicate=replicate, deadline_s=deadline_s)
         self.keep(what, run)
-        figures = measure(run)
-        if not isinstance(figures, Measurement):
-            say(f"  NOT STEADY: {what}: {figures.reason}")
+        figures, unsteady = figures_of(run)
+        if unsteady:
+            say(f"  NOT STEADY: {what}: {unsteady}")
             self.not_steady.append(what)
-            figures = _all_full_steps(run)
         hits = run.num_cached_tokens / max(run.num_prompt_tokens, 1)
         length = f", accepted {figures.accepted.est:.2f}" if figures.accepted else ""
         say(

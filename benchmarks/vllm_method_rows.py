@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Row, write_rows
-from benchmarks.vllm_arms import BASE, mean_of, row, setting_of
+from benchmarks.vllm_arms import BASE, figures_of, mean_of, row, setting_of
 from vegas_runtime.backend import STOCK_METHODS
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.records import Run
 from vegas_tune.measure import Estimate, Measurement, accepted, mean_ratio, unpaired_ratio
 from vegas_tune.methods import PLAIN
 
 NAME = "methods_vllm_h200"
 WINDOW = "streaming_llm"
+# How passes of the race are named in the records.
+RACE = "race "
 _WINDOW_NAME = "window, "
 
 
@@ -40,9 +43,60 @@ class Passes:
         """Decode throughput by round, tokens per second."""
         return [one.decode_tok_s.est for one in self.figures]
 
+    def add(self, figures: Measurement) -> None:
+        """Count a pass."""
+        self.figures.append(figures)
+        self.step_s.append(sum(time.est for time in figures.phases.values()))
 
-def publish(rows: Sequence[Row], part: str, *, folder: Path) -> Path:
-    """Write a part's rows in place of its earlier ones, and what both parts together say."""
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What the records of part `sparse` hold.
+
+    Attributes:
+        arms: the race's passes.
+        base: stock vLLM's throughput.
+        not_steady: passes that were not, by name.
+    """
+
+    arms: dict[str, Passes]
+    base: list[float]
+    not_steady: list[str]
+
+
+def recorded(rows: Iterable[Mapping[str, Any]]) -> Recorded:
+    """Read what `Evidence` kept of the part."""
+    found = Recorded(arms={}, base=[], not_steady=[])
+    for one in rows:
+        run, what = Run.from_dict(one["run"]), one["what"]
+        figures, unsteady = figures_of(run)
+        if unsteady:
+            found.not_steady.append(what)
+        if what.startswith("stock "):
+            found.base.append(figures.decode_tok_s.est)
+        elif what.startswith(RACE):
+            name = what.removeprefix(RACE).removesuffix(f" {setting_of(run.config)}")
+            found.arms.setdefault(name, Passes(run.config)).add(figures)
+    return found
+
+
+def not_steady_row(case: str, part: str, names: Sequence[str]) -> Row:
+    """How many of a part's passes were not steady, and which."""
+    which = ", ".join(dict.fromkeys(names)) or "none"
+    return row("passes_not_steady", f"{case}, part {part}: {which}", float(len(names)), "passes")
+
+
+def publish(
+    rows: Sequence[Row], part: str, *, folder: Path, facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a part's rows in place of its earlier ones, and what both parts together say.
+
+    Args:
+        rows: of the part.
+        part: its name.
+        folder: of the results.
+        facts: see `write_rows`.
+    """
 
     def is_stale(old: Mapping[str, Any]) -> bool:
         if old["claim"] == "fastest_vs_own" or f", part {part}: " in old["case"]:
@@ -50,11 +104,12 @@ def publish(rows: Sequence[Row], part: str, *, folder: Path) -> Path:
         method = method_of(old["case"])
         return bool(method) and (method in STOCK_METHODS) == (part == "own")
 
-    path = write_rows(NAME, rows, device="cuda", folder=folder, stale=is_stale)
+    where: dict[str, Any] = {"device": "cuda", "folder": folder, "facts": facts}
+    path = write_rows(NAME, rows, **where, stale=is_stale)
     crossed = fastest_against_own(json.loads(path.read_text())["rows"])
     for one in crossed:
         print(one)
-    return write_rows(NAME, crossed, device="cuda", folder=folder)
+    return write_rows(NAME, crossed, **where)
 
 
 def method_of(case: str) -> str:

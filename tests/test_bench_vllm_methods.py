@@ -17,7 +17,7 @@ from benchmarks import bench_vllm_methods, render_readme, vllm_arms
 from benchmarks.bench_vllm_methods import Bench
 from benchmarks.results_file import Row
 from benchmarks.vllm_arms import Evidence
-from benchmarks.vllm_method_rows import publish
+from benchmarks.vllm_method_rows import publish, recorded, sparse_rows
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, read_json_lines
@@ -138,6 +138,17 @@ def test_every_method_that_is_served_is_tuned_and_raced(part: Part) -> None:
         assert tokens.value == pytest.approx(truth, rel=0.05)
     assert {row["what"].split()[0] for row in part.passes} == {"stock", "tune", "race"}
     assert all(Run.from_dict(row["run"]).steps for row in part.passes)
+
+
+def test_the_figures_can_be_had_again_from_the_passes(part: Part) -> None:
+    found = recorded(part.passes)
+    again = sparse_rows("b8", found.arms, found.base)
+    first = {(one.claim, one.case): one for one in part.rows}
+    for one in again:
+        # Times are kept to the microsecond.
+        assert one.value == pytest.approx(first[one.claim, one.case].value, rel=2e-3)
+    others = {one.claim for one in part.rows} - {one.claim for one in again}
+    assert others == {"not_served", "passes_not_steady"}
 
 
 def test_what_selecting_costs_is_measured_against_a_window_as_wide(sparse: list[Row]) -> None:
