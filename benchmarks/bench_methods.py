@@ -35,6 +35,7 @@ METHODS: Final[dict[str, dict[str, str]]] = {
     "vegas, accepted rows": {"algorithm": "vegas", "rows": "accepted_only"},
     "vegas, three rows": {"algorithm": "vegas", "rows": "first_middle_last"},
     "vegas, per KV head": {"algorithm": "vegas", "scope": "kv_head"},
+    "vegas, all rows, pages": {"algorithm": "vegas", "rows": "all", "granularity": "page"},
     "streaming_llm": {"algorithm": "streaming_llm"},
     "quest": {"algorithm": "quest"},
     "quest, per KV head": {"algorithm": "quest", "scope": "kv_head"},

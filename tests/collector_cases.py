@@ -14,6 +14,7 @@ from tests.paged_cases import Case, Paged, make_paged
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.kernels import paged
 from vegas_runtime.policies.base import Collection, SelectionInput
+from vegas_runtime.policies.topk import PAGE_SIZE
 from vegas_runtime.policies.vegas import VegasPolicy
 from vegas_runtime.vllm_plugin.collection import Collector
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
@@ -122,6 +123,28 @@ def make_collector(
 def budgets_of(case: Case, config: SpeculationConfig, rows: Sequence[int]) -> list[int]:
     """Entries each request keeps; 0 for padding."""
     return [config.kv_budget(n - r) if n and r else 0 for n, r in zip(case.lens, rows, strict=True)]
+
+
+def takes_pages(config: SpeculationConfig) -> bool:
+    """Whether whole pages compete."""
+    return config.algorithm == "spec_extend" or config.granularity == "page"
+
+
+def ranked_scores(codes: Tensor, config: SpeculationConfig) -> Tensor:
+    """What codes [..., n] stand for in the ranking: each its own weight, or its page's."""
+    scores = paged.decode_scores(codes.cpu())
+    if not takes_pages(config):
+        return scores
+    pages = paged.encode_scores(scores.unflatten(-1, (-1, PAGE_SIZE)).sum(-1))
+    return paged.decode_scores(pages).repeat_interleave(PAGE_SIZE, -1)
+
+
+def most_weight(scores: Tensor, count: int, config: SpeculationConfig) -> float:
+    """The most that so many of the entries [n] can hold."""
+    if takes_pages(config):
+        scores = scores[: len(scores) // PAGE_SIZE * PAGE_SIZE].unflatten(0, (-1, PAGE_SIZE)).sum(1)
+        count //= PAGE_SIZE
+    return float(scores.topk(count).values.sum())
 
 
 @dataclass
@@ -257,7 +280,7 @@ def vegas_positions(codes: Tensor, prefix_lens: Sequence[int], config: Speculati
             prefix_lens=lens,
             committed_lens=lens + 1,
             current_lens=lens + 1,
-            scores=paged.decode_scores(codes.cpu()),
+            scores=ranked_scores(codes, config),
         )
     )
     return selection.positions

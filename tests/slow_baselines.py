@@ -47,9 +47,14 @@ def tokens_of(pages: set[int]) -> set[int]:
 
 def spec_extend(config: SpeculationConfig, row: Tensor, prefix: int) -> Reads:
     """Full pages with the largest mean weight in row a, [H, N]."""
-    mean = row.double().mean(dim=0).tolist()
+    return whole_pages(config, row.double().mean(dim=0).tolist(), prefix)
+
+
+def whole_pages(config: SpeculationConfig, weights: Sequence[float], prefix: int) -> Reads:
+    """Full pages with the largest mean of what each entry weighs."""
     num_full = (prefix + 1) // PAGE
-    scores = [math.fsum(mean[page * PAGE : (page + 1) * PAGE]) / PAGE for page in range(num_full)]
+    spans = [weights[page * PAGE : (page + 1) * PAGE] for page in range(num_full)]
+    scores = [math.fsum(span) / PAGE for span in spans]
     pages = best(scores, shared_budget(config, prefix) // PAGE)
     return Reads(entries=tokens_of(pages), tail_start=num_full * PAGE)
 

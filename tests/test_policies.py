@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor
 
-from vegas_runtime.config import Metric, Rows, Scope, SpeculationConfig
+from vegas_runtime.config import SWITCHES, Rows, Scope, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.policies import (
     POLICIES,
@@ -21,29 +21,25 @@ from vegas_runtime.policies import (
     make_policy,
 )
 from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
+from vegas_runtime.policies.topk import PAGE_SIZE
 
 NUM_LAYERS: Final = 3
 NUM_KV_HEADS: Final = 2
 GROUP: Final = 2
 HEAD_DIM: Final = 8
-SWITCH_VALUES: Final = {
-    "rows": get_args(Rows),
-    "metric": get_args(Metric),
-    "scope": get_args(Scope),
-}
-
 # The switches a policy has; it refuses the others.
-OWN_SWITCHES: Final = {"vegas": {"rows", "metric", "scope"}, "quest": {"scope"}}
+OWN_SWITCHES: Final = {"vegas": {*SWITCHES}, "quest": {"scope"}}
 
 # Every policy; those with switches also with each switch set, and all of them together.
 VARIANTS: Final = [
     *({"algorithm": name} for name in POLICIES),
     *(
         {"algorithm": "vegas", switch: value}
-        for switch, values in SWITCH_VALUES.items()
+        for switch, values in SWITCHES.items()
         for value in values[1:]
     ),
     {"algorithm": "vegas", "rows": "last_accepted", "metric": "logit", "scope": "kv_head"},
+    {"algorithm": "vegas", "rows": "all", "scope": "kv_head", "granularity": "page"},
     {"algorithm": "quest", "scope": "kv_head"},
 ]
 BUDGETS: Final = [
@@ -189,7 +185,10 @@ def shared_budget(config: SpeculationConfig, prefix: int) -> int:
 def check_vegas_budget(
     config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
 ) -> None:
-    """B entries beside the tail, which starts behind row 0."""
+    """B entries beside the tail, which starts behind row 0; or whole pages."""
+    if config.granularity == "page":
+        check_page_budget(config, given, selection, request)
+        return
     prefix = int(given.prefix_lens[request])
     budget = shared_budget(config, prefix)
     assert {len(positions) for positions in by_request(selection, request)} == {budget}
@@ -224,7 +223,7 @@ def check_quest_budget(
         assert len(read) <= max(budget, KV_BLOCK_SIZE)
 
 
-def check_spec_extend_budget(
+def check_page_budget(
     config: SpeculationConfig, given: SelectionInput, selection: KVSelection, request: int
 ) -> None:
     """floor(B / 16) of the full pages; the page that the tail starts in is read whole."""
@@ -267,7 +266,7 @@ BUDGET_RULES: Final[dict[str, BudgetRule]] = {
     "vegas": check_vegas_budget,
     "streaming_llm": check_streaming_budget,
     "quest": check_quest_budget,
-    "spec_extend": check_spec_extend_budget,
+    "spec_extend": check_page_budget,
     "sparse_spec": check_sparse_spec_budget,
     "snapkv": check_snapkv_budget,
 }
@@ -376,7 +375,7 @@ def test_input_is_left_as_it_was(policy: KVSelectionPolicy) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize(
-    ("switch", "value"), [(s, v) for s, values in SWITCH_VALUES.items() for v in values[1:]]
+    ("switch", "value"), [(s, v) for s, values in SWITCHES.items() for v in values[1:]]
 )
 def test_a_switch_is_obeyed_or_refused(name: str, switch: str, value: str) -> None:
     plain = SpeculationConfig(algorithm=name, num_speculative_tokens=4, sparsity_ratio=0.1)
@@ -389,6 +388,11 @@ def test_a_switch_is_obeyed_or_refused(name: str, switch: str, value: str) -> No
         selection = policy.select(given_for(policy))
         assert selection is not None
         assert selection.positions.shape[-2] == NUM_KV_HEADS
+    elif switch == "granularity":
+        policy = make_policy(config)
+        selection = policy.select(given_for(policy))
+        assert selection is not None
+        assert (selection.tail_starts % PAGE_SIZE == 0).all()
     else:
         collection = make_policy(config).needs.collection
         assert getattr(collection, switch) == value

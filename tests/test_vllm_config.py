@@ -74,6 +74,7 @@ def test_every_setting_a_profile_writes_is_read_back() -> None:
             rows="all",
             metric="logit",
             scope="kv_head",
+            granularity="page",
         )
         assert translate(config.to_rfc(), model="m")[1].config == config
 
@@ -277,6 +278,7 @@ SETTING = {
     "rows": "two",
     "metric": "weight",
     "scope": "layer",
+    "granularity": "token",
 }
 
 

@@ -65,6 +65,7 @@ def test_reading_back_changes_nothing() -> None:
         "rows": "two",
         "metric": "weight",
         "scope": "layer",
+        "granularity": "token",
         "num_speculative_tokens": 6,
         "num_speculative_tokens_by_batch": [6] * (MAX_NUM_SEQS + 1),
         "max_num_running": None,

@@ -21,7 +21,10 @@ from tests.collector_cases import (
     listed_positions,
     make_collector,
     make_config,
+    most_weight,
+    ranked_scores,
     run_step,
+    takes_pages,
 )
 from tests.paged_cases import OUT_TOLERANCE, Case, make_paged
 from vegas_runtime.config import SpeculationConfig
@@ -64,7 +67,7 @@ def policy_lists(
             prefix_lens=lens - queries,
             committed_lens=committed,
             current_lens=committed,
-            scores=paged.decode_scores(codes.cpu()[drafting]),
+            scores=ranked_scores(codes.cpu()[drafting], step.config),
         )
     )
     assert chosen is not None
@@ -83,14 +86,10 @@ def check_lists(step: Step, rows: dict[int, list[int]], *, per_head: bool = Fals
             assert int(lengths.tail_start[b]) == tails[place]
             scores = exact_scores(step, layer, b, rows=rows[b], per_head=per_head).cpu()
             for head, chosen in enumerate(listed):
-                if step.config.algorithm == "spec_extend":
-                    pages = scores[head, : tails[place]].unflatten(0, (-1, 16)).sum(1)
-                    best = float(pages.topk(len(chosen) // 16).values.sum())
-                else:
-                    within = scores[head, : tails[place]]
-                    best = float(within.topk(len(chosen)).values.sum())
+                best = most_weight(scores[head, : tails[place]], len(chosen), step.config)
                 # Codes rank in steps of an eighth of an octave, all of which one entry may miss.
-                share = 0.985 if len(chosen) > 4 else 2**-0.125
+                is_exact = len(chosen) > 4 and not takes_pages(step.config)
+                share = 0.985 if is_exact else 2**-0.125
                 assert float(scores[head, chosen].sum()) >= share * best
         for b in {*range(CASE.batch)} - {*rows}:
             assert int(lengths.counts[b]) == int(lengths.candidates[b]) == 0
@@ -105,6 +104,7 @@ def check_lists(step: Step, rows: dict[int, list[int]], *, per_head: bool = Fals
         {"rows": "accepted_only"},
         {"rows": "accepted_only", "scope": "kv_head"},
         {"algorithm": "spec_extend", "sparsity_ratio": 0.3, "min_tokens": 40},
+        {"rows": "accepted_only", "granularity": "page", "sparsity_ratio": 0.3, "min_tokens": 40},
     ],
 )
 def test_lists_are_the_policys(device: str, path: str, knobs: dict[str, Any]) -> None:

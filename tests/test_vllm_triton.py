@@ -92,34 +92,59 @@ def selections(draw: st.DrawFn) -> tuple[list[int], int, int, float, int, int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(selections(), st.sampled_from([2, 30, 256]))
+@given(selections(), st.sampled_from([2, 30, 256]), st.sampled_from(["token", "page"]))
 def test_selection_is_the_policys_on_the_same_scores(
-    given_: tuple[list[int], int, int, float, int, int], levels: int
+    given_: tuple[list[int], int, int, float, int, int], levels: int, granularity: str
 ) -> None:
     lens, layers, heads, ratio, floor, seed = given_
+    # Sums of fewer levels than these are exact, in whatever order they are made.
+    levels = min(levels, 80) if granularity == "page" else levels
     check_selection(
-        lens, layers=layers, heads=heads, ratio=ratio, floor=floor, seed=seed, levels=levels
+        lens,
+        layers=layers,
+        heads=heads,
+        ratio=ratio,
+        floor=floor,
+        seed=seed,
+        levels=levels,
+        granularity=granularity,
     )
 
 
 @on_each_device
-@pytest.mark.parametrize("levels", [1, 256])
-def test_selection_from_whole_rows(device: str, levels: int) -> None:
+@pytest.mark.parametrize(("levels", "granularity"), [(1, "token"), (256, "token"), (80, "page")])
+def test_selection_from_whole_rows(device: str, levels: int, granularity: str) -> None:
     lens = [7400, 4096, 1, 0, 300]
     check_selection(
-        lens, layers=2, heads=1, ratio=0.07, floor=64, seed=2, levels=levels, device=device
+        lens,
+        layers=2,
+        heads=1,
+        ratio=0.07,
+        floor=64,
+        seed=2,
+        levels=levels,
+        device=device,
+        granularity=granularity,
     )
 
 
 @on_each_device
-@pytest.mark.parametrize("levels", [1, 256])
+@pytest.mark.parametrize(("levels", "granularity"), [(1, "token"), (256, "token"), (80, "page")])
 def test_selection_from_rows_too_long_for_registers(
-    device: str, levels: int, monkeypatch: pytest.MonkeyPatch
+    device: str, levels: int, granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_select, "WHOLE_ROW", 100)
     lens = [3 * triton_select.CHUNK + 17, triton_select.CHUNK, 1, 2 * triton_select.CHUNK]
     check_selection(
-        lens, layers=2, heads=1, ratio=0.07, floor=64, seed=1, levels=levels, device=device
+        lens,
+        layers=2,
+        heads=1,
+        ratio=0.07,
+        floor=64,
+        seed=1,
+        levels=levels,
+        device=device,
+        granularity=granularity,
     )
 
 
@@ -133,12 +158,17 @@ def check_selection(
     seed: int,
     levels: int,
     device: str = "cpu",
+    granularity: str = "token",
 ) -> None:
     """Compare lists with the policy's; a length of 0 is padding and must be left alone."""
     rng = torch.Generator().manual_seed(seed)
     B, longest = len(lens), max(lens)
-    config = make_config(sparsity_ratio=ratio, min_tokens=floor)
+    config = make_config(sparsity_ratio=ratio, min_tokens=floor, granularity=granularity)
     counts = [config.kv_budget(n - 1) if n else 0 for n in lens]
+    ends = list(lens)
+    if granularity == "page":
+        ends = [n // 16 * 16 for n in lens]
+        counts = [min(count // 16 * 16, end) for count, end in zip(counts, ends, strict=True)]
     width = -(-max(longest, 1) // 64) * 64
     codes = torch.randint(0, levels, (layers, B, heads, width), generator=rng).byte()
     table = torch.stack([torch.randperm(longest // 16 + 1, generator=rng) for _ in lens]).int()
@@ -146,11 +176,14 @@ def check_selection(
     lists = torch.full((layers, B, heads, max(*counts, 1) + 3), -7, dtype=torch.int32)
     lists, table, codes = (t.to(device) for t in (lists, table, codes))
     selector = Selector(
-        rows=layers * B * heads, max_len=max(longest, 1), device=torch.device(device)
+        rows=layers * B * heads,
+        max_len=max(longest, 1),
+        device=torch.device(device),
+        in_pages=ints(int(granularity == "page"), device=device),
     )
     selector.select(
         codes,
-        candidates=ints(*lens, device=device),
+        candidates=ints(*ends, device=device),
         counts=ints(*counts, device=device),
         block_table=table,
         block_size=16,
@@ -270,9 +303,14 @@ def test_listed_attention_reads_list_then_tail_and_nothing_else(device: str, lis
     st.sampled_from(ROW_SETS),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_step_lengths(
-    requests: list[tuple[int, int, int]], row_set: str, explicit: bool, scored: bool
+    requests: list[tuple[int, int, int]],
+    row_set: str,
+    explicit: bool,
+    scored: bool,
+    in_pages: bool,
 ) -> None:
     spans = [min(span, length) for length, span, _ in requests]
     lens = [length if span else 0 for (length, _, _), span in zip(requests, spans, strict=True)]
@@ -283,10 +321,11 @@ def test_step_lengths(
         seq_lens=ints(*lens),
         query_start=torch.tensor([0, *spans]).cumsum(0).int(),
         given_rows=ints(*rows) if explicit else None,
-        budgets=torch.full((len(lens),), 12, dtype=torch.int32),
+        budgets=torch.full((len(lens),), 25, dtype=torch.int32),
         algorithm=ints(0 if scored else 1),
         row_set=ints(ROW_SETS.index(row_set)),
-        capacity=10,
+        in_pages=ints(int(in_pages)),
+        capacity=20,
         rows=written["r"],
         candidates=written["c"],
         counts=written["n"],
@@ -296,7 +335,11 @@ def test_step_lengths(
     for b, (length, span) in enumerate(zip(lens, spans, strict=True)):
         own = rows[b] if scored and length else 0
         candidates = length - own + 1 if own else 0
-        expected = [own, candidates, min(10, candidates), candidates]
+        budget = min(20, candidates)
+        if in_pages:
+            candidates = candidates // 16 * 16
+            budget = min(budget // 16 * 16, candidates)
+        expected = [own, candidates, budget, candidates]
         assert [int(written[name][b]) for name in "rcnt"] == expected
         last = own - 1
         collected = {

@@ -342,6 +342,9 @@ class SlowDecoder:
             for head in range(heads):
                 start = head // group * group
                 sums = total[start : start + group].sum(dim=0)
+                if self.config.granularity == "page":
+                    own.append(slow_baselines.whole_pages(self.config, sums.tolist(), prefix))
+                    continue
                 best = {*sums.argsort(descending=True, stable=True)[:budget].tolist()}
                 own.append(Reads(entries=best, tail_start=prefix + 1))
             layers.append(own)

@@ -34,8 +34,10 @@ METHODS: dict[str, dict[str, str]] = {
     "spec_extend": {"algorithm": "spec_extend", "rows": "two"},
     "sparse_spec": {"algorithm": "sparse_spec", "rows": "two"},
     "snapkv": {"algorithm": "snapkv", "rows": "two"},
+    "page": {"algorithm": "vegas", "rows": "all", "granularity": "page"},
     "vegas": {"algorithm": "vegas", "rows": "two"},
 }
+HELD = ("algorithm", "rows", "granularity")
 SPARSE: dict[str, Any] = {
     "num_speculative_tokens": GAMMA,
     "sparsity_ratio": 0.2,
@@ -70,14 +72,14 @@ def run_methods(folder: Path) -> dict[str, Any]:
     (worker,) = control.call(engine.llm_engine.engine_core, "vegas_status")["workers"]
     found: dict[str, Any] = {"slowed_by": worker["slowed_by"], "methods": {}}
     for name, knobs in METHODS.items():
-        configure(**knobs | SPARSE | {"sparsity_ratio": 1.0})
+        configure(**{"granularity": "token"} | knobs | SPARSE | {"sparsity_ratio": 1.0})
         with counted(engine) as everything:
             bed.generate(engine, MIXED, max_tokens=NEW, **SAMPLED)
         held = configure(**SPARSE)
         with counted(engine) as sparse:
             tokens = bed.generate(engine, MIXED, max_tokens=NEW, **GREEDY)
         found["methods"][name] = {
-            "held": {key: held[key] for key in ("algorithm", "rows")},
+            "held": {key: held[key] for key in HELD},
             "everything": everything,
             "sparse": sparse,
             "tokens": tokens,
@@ -133,7 +135,7 @@ def run_crowded(folder: Path) -> dict[str, Any]:
     configure = configurer(engine)
     found: dict[str, Any] = {}
     for name, knobs in METHODS.items():
-        configure(**knobs)
+        configure(**{"granularity": "token"} | knobs)
         with counted(engine) as counts:
             tokens = bed.generate(engine, CROWD, max_tokens=NEW, **GREEDY)
         found[name] = {"counts": counts, "tokens": tokens}

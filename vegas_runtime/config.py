@@ -14,11 +14,20 @@ from vegas_runtime.errors import ConfigError
 Rows = Literal["two", "all", "last_accepted", "accepted_only", "first_middle_last"]
 Metric = Literal["weight", "logit"]
 Scope = Literal["layer", "kv_head"]
+Granularity = Literal["token", "page"]
+
+# Vegas's own, and their values, the default first.
+SWITCHES: Final[Mapping[str, tuple[str, ...]]] = {
+    "rows": get_args(Rows),
+    "metric": get_args(Metric),
+    "scope": get_args(Scope),
+    "granularity": get_args(Granularity),
+}
 
 MAX_SPECULATIVE_TOKENS: Final = 64
 RFC_METHOD: Final = "sparse_attn"
 
-# Our field -> key of vLLM RFC #47351 (the last three are this project's ablation switches).
+# Our field -> key of vLLM RFC #47351 (the last four are this project's own switches).
 RFC_KEYS: Final = {
     "algorithm": "sparse_attn_algorithm",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -27,6 +36,7 @@ RFC_KEYS: Final = {
     "rows": "sparse_attn_rows",
     "metric": "sparse_attn_metric",
     "scope": "sparse_attn_scope",
+    "granularity": "sparse_attn_granularity",
 }
 
 
@@ -43,6 +53,7 @@ class SpeculationConfig:
         rows: query rows of the verify block whose attention is summed.
         metric: what is summed, softmax weights or raw logits.
         scope: one list per layer, or one per layer and KV head.
+        granularity: single tokens compete for the budget, or whole pages of 16 tokens.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -55,6 +66,7 @@ class SpeculationConfig:
     rows: Rows = "two"
     metric: Metric = "weight"
     scope: Scope = "layer"
+    granularity: Granularity = "token"
 
     def __post_init__(self) -> None:
         gamma, ratio = self.num_speculative_tokens, self.sparsity_ratio
@@ -78,11 +90,10 @@ class SpeculationConfig:
             raise ConfigError(f"`min_tokens` is {self.min_tokens!r}; a whole number is needed.")
         if self.min_tokens < 1:
             raise ConfigError(f"`min_tokens` is {self.min_tokens}; at least 1 is needed.")
-        for name, allowed in (("rows", Rows), ("metric", Metric), ("scope", Scope)):
-            if getattr(self, name) not in get_args(allowed):
+        for name, allowed in SWITCHES.items():
+            if getattr(self, name) not in allowed:
                 raise ConfigError(
-                    f"`{name}` is {getattr(self, name)!r}; one of "
-                    f"{', '.join(get_args(allowed))} is needed."
+                    f"`{name}` is {getattr(self, name)!r}; one of {', '.join(allowed)} is needed."
                 )
 
     def replace(self, **changes: Any) -> Self:
@@ -123,14 +134,13 @@ class SpeculationConfig:
     def to_rfc(self) -> dict[str, Any]:
         """The value of vLLM's `--speculative-config`, in the keys of RFC #47351.
 
-        Ablation switches are written only where they differ from the default, so that the
-        usual profile holds nothing but the RFC's own keys.
+        Switches are written only where they differ from the default, so that the usual profile
+        holds nothing but the RFC's own keys.
         """
-        ablations = {"rows", "metric", "scope"}
         values: dict[str, Any] = {"method": RFC_METHOD}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ablations or value != field.default:
+            if field.name not in SWITCHES or value != field.default:
                 values[RFC_KEYS[field.name]] = value
         return values
 

@@ -12,7 +12,7 @@ import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Final, Self, get_args
+from typing import Annotated, Any, Final, Self
 
 from pydantic import (
     AfterValidator,
@@ -32,7 +32,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from vegas_runtime.config import MAX_SPECULATIVE_TOKENS, Metric, Rows, Scope, SpeculationConfig
+from vegas_runtime.config import MAX_SPECULATIVE_TOKENS, SWITCHES, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 
 WILDCARD: Final = "*"
@@ -172,9 +172,7 @@ _SPECULATION_PROPERTIES: Final = {
     },
     "sparsity_ratio": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "min_tokens": {"type": "integer", "minimum": 1},
-    "rows": {"enum": list(get_args(Rows))},
-    "metric": {"enum": list(get_args(Metric))},
-    "scope": {"enum": list(get_args(Scope))},
+    **{name: {"enum": list(values)} for name, values in SWITCHES.items()},
 }
 
 Text = Annotated[str, Strict()]

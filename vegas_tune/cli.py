@@ -78,6 +78,7 @@ def sweep(
     ] = None,
     metric: Annotated[str, typer.Option(help="weight or logit (vegas).")] = "weight",
     scope: Annotated[str, typer.Option(help="layer or kv_head (vegas).")] = "layer",
+    granularity: Annotated[str, typer.Option(help="token or page (vegas).")] = "token",
     min_tokens: Annotated[
         int | None, typer.Option(help="Floor of the KV budget; 256, packaged model 32.")
     ] = None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, resolve_backend
-from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
 from vegas_runtime.records import replace_file
 from vegas_tune.compare_bed import Bed, open_bed
@@ -85,7 +85,7 @@ class CompareRequest:
                 raise UsageError(f"--gamma is {gamma!r}; `auto` or a whole number is needed.")
             options |= {"gammas": gamma, "max_gamma": int(gamma)}
         # The method's own, put in its place below.
-        shared = {"algorithm": "vegas", "rows": "two", "metric": "weight", "scope": "layer"}
+        shared = {"algorithm": "vegas", **{name: values[0] for name, values in SWITCHES.items()}}
         sweep = SweepRequest.from_options(options | shared)
         methods = parse_methods(names, sweep.base)
         if options["budget"] is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.profile import WILDCARD, Estimate, Point, Profile, Results
 from vegas_tune.curves import validated_speedup
 from vegas_tune.wording import count, estimate, line, number, percent, point, times
@@ -205,7 +205,7 @@ def _setting(profile: Profile) -> str:
     usual = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
     switches = [
         f"{name} {getattr(chosen, name)}"
-        for name in ("rows", "metric", "scope")
+        for name in SWITCHES
         if getattr(chosen, name) != getattr(usual, name)
     ]
     return f"{words}; policy {', '.join([line(chosen.algorithm), *switches])}"

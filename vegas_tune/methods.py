@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vegas_runtime.backend import STOCK_METHODS
-from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.errors import UsageError
 
 # The systems of the paper's Figure 9.
@@ -25,14 +25,14 @@ PLAIN: Final = "plain"
 # The engine without the plugin, at its own defaults: another engine, measured before and after.
 STOCK: Final = "stock"
 
-# The paper's ablations by name.
+# Settings of Vegas by name: the paper's ablations, and whole pages.
 _ABLATIONS: Final = {
     "all_rows": {"algorithm": "vegas", "rows": "all"},
     "last_accepted": {"algorithm": "vegas", "rows": "last_accepted"},
     "accepted_only": {"algorithm": "vegas", "rows": "accepted_only"},
     "first_middle_last": {"algorithm": "vegas", "rows": "first_middle_last"},
+    "all_rows_pages": {"algorithm": "vegas", "rows": "all", "granularity": "page"},
 }
-_SWITCHES: Final = ("rows", "metric", "scope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +107,10 @@ def _knobs(name: str) -> Mapping[str, Any]:
     knobs: dict[str, Any] = dict(_ABLATIONS.get(algorithm, {"algorithm": algorithm}))
     for switch in switches:
         key, separator, value = switch.partition("=")
-        if key not in _SWITCHES or not separator:
+        if key not in SWITCHES or not separator:
             raise UsageError(
                 f"method {name!r}: {switch!r} is no switch; "
-                f"{', '.join(f'{known}=...' for known in _SWITCHES)} are.",
+                f"{', '.join(f'{known}=...' for known in SWITCHES)} are.",
                 hint="For example: quest:scope=kv_head",
             )
         knobs[key] = value

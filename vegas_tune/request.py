@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Final, Self, cast
 
 from vegas_runtime.backend import resolve_backend
-from vegas_runtime.config import Metric, Rows, SamplingConfig, Scope, SpeculationConfig
+from vegas_runtime.config import (
+    Granularity,
+    Metric,
+    Rows,
+    SamplingConfig,
+    Scope,
+    SpeculationConfig,
+)
 from vegas_runtime.errors import UsageError
 from vegas_tune.cells import CellKey, make_cells, parse_counts
 from vegas_tune.plan import DEFAULT_LOOKS
@@ -180,6 +187,7 @@ class SweepRequest:
                 rows=cast(Rows, given["rows"]),
                 metric=cast(Metric, given["metric"]),
                 scope=cast(Scope, given["scope"]),
+                granularity=cast(Granularity, given["granularity"]),
             ),
             tokens=given["tokens"],
             rounds=given["rounds"],

@@ -81,6 +81,8 @@ def _why_unsupported(model: DecoderModel, config: SpeculationConfig) -> str | No
         return f"`{config.algorithm}` selects anew at each layer of a draft step"
     if collection is None:
         return None
+    if config.granularity != "token":
+        return f"granularity `{config.granularity}` is selected on the reference path only"
     if collection.metric != "weight":
         return f"scores of metric `{collection.metric}` are read off the reference path only"
     if collection.rows not in EARLY_ROWS:

@@ -17,7 +17,7 @@ from typing import ClassVar, Final
 
 from torch import Tensor
 
-from vegas_runtime.config import Metric, Rows, Scope, SpeculationConfig
+from vegas_runtime.config import SWITCHES, Metric, Rows, Scope, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 
 # Rows that are known before acceptance is: they can be reduced inside the attention pass.
@@ -164,7 +164,7 @@ class KVSelectionPolicy(ABC):
         """
 
     def _refuse_switches(self, *names: str) -> None:
-        """Refuse ablation switches that would change nothing here.
+        """Refuse switches that would change nothing here.
 
         Args:
             *names: the switches this method lacks; all of them when none is named.
@@ -177,6 +177,3 @@ class KVSelectionPolicy(ABC):
                     "change nothing.",
                     hint=f"Leave `{name}` out, or use algorithm 'vegas'.",
                 )
-
-
-SWITCHES: Final = ("rows", "metric", "scope")

@@ -44,7 +44,7 @@ class QuestPolicy(KVSelectionPolicy):
 
     def __init__(self, config: SpeculationConfig) -> None:
         super().__init__(config)
-        self._refuse_switches("rows", "metric")
+        self._refuse_switches("rows", "metric", "granularity")
 
     def _needs(self) -> Needs:
         return Needs(query=True, page_size=PAGE_SIZE)

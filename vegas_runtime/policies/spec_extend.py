@@ -9,16 +9,13 @@ every layer, by that layer's own weights A, once per iteration,
 where row a is the last accepted one. Any of the gamma + 1 rows may turn out to be it, so an
 engine collects them all. The paper leaves the page size open; 16 is the serving engines'.
 
-Equal budget: floor(B / 16) pages, B being `SpeculationConfig.kv_budget`. As under `vegas`, the
-tail is not counted. Pages are read whole, so the page in which the tail starts belongs to the
-tail: up to 15 scored tokens that need not win a place.
+Equal budget, tail not counted: see `topk.best_pages`. It is `vegas` with rows `last_accepted` and
+granularity `page`.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
-
-import torch
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.policies.base import (
@@ -28,7 +25,7 @@ from vegas_runtime.policies.base import (
     Needs,
     SelectionInput,
 )
-from vegas_runtime.policies.topk import PAGE_SIZE, top_pages
+from vegas_runtime.policies.topk import best_pages
 
 
 class SpecExtendPolicy(KVSelectionPolicy):
@@ -46,17 +43,4 @@ class SpecExtendPolicy(KVSelectionPolicy):
     def select(self, given: SelectionInput) -> KVSelection:
         """Top pages among those that candidates 0..L fill."""
         assert given.scores is not None
-        lens = given.prefix_lens
-        full_pages = (lens + 1) // PAGE_SIZE
-        budgets = [self.config.kv_budget(length) // PAGE_SIZE for length in lens.tolist()]
-        num_pages = given.scores.shape[-1] // PAGE_SIZE
-        shape = (*given.scores.shape[:-1], num_pages, PAGE_SIZE)
-        pages = given.scores[..., : num_pages * PAGE_SIZE].reshape(shape)
-        return KVSelection(
-            positions=top_pages(
-                pages.mean(dim=-1),
-                full_pages,
-                torch.tensor(budgets, device=lens.device).minimum(full_pages),
-            ),
-            tail_starts=full_pages * PAGE_SIZE,
-        )
+        return best_pages(given.scores, given.prefix_lens, self.config)

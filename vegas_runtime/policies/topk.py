@@ -10,7 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.kernels.reference import varlen_topk
+from vegas_runtime.policies.base import KVSelection
 
 PAGE_SIZE: Final = 16
 
@@ -49,3 +51,30 @@ def top_pages(scores: Tensor, candidates: Tensor, budget: Tensor) -> Tensor:
     pages = top_entries(scores, candidates, budget)[..., None]
     tokens = pages * PAGE_SIZE + torch.arange(PAGE_SIZE, device=pages.device)
     return torch.where(pages < 0, -1, tokens).flatten(-2)
+
+
+def best_pages(scores: Tensor, lens: Tensor, config: SpeculationConfig) -> KVSelection:
+    """The pages of highest mean score among those that candidates 0..L fill.
+
+    Equal budget: floor(B / 16) pages, B being `SpeculationConfig.kv_budget`. Pages are read whole,
+    so the page in which the tail starts belongs to the tail: up to 15 scored tokens that need not
+    win a place.
+
+    Args:
+        scores: [..., B, Hd, L] float32.
+        lens: [B] int64, L of each request.
+        config: gives the budget.
+    """
+    full_pages = (lens + 1) // PAGE_SIZE
+    budgets = [config.kv_budget(length) // PAGE_SIZE for length in lens.tolist()]
+    num_pages = scores.shape[-1] // PAGE_SIZE
+    shape = (*scores.shape[:-1], num_pages, PAGE_SIZE)
+    pages = scores[..., : num_pages * PAGE_SIZE].reshape(shape)
+    return KVSelection(
+        positions=top_pages(
+            pages.mean(dim=-1),
+            full_pages,
+            torch.tensor(budgets, device=lens.device).minimum(full_pages),
+        ),
+        tail_starts=full_pages * PAGE_SIZE,
+    )

@@ -19,14 +19,16 @@ from vegas_runtime.policies.base import (
     Needs,
     SelectionInput,
 )
+from vegas_runtime.policies.topk import best_pages
 
 
 class VegasPolicy(KVSelectionPolicy):
     """Top-k of the attention that the verify pass paid to each KV entry.
 
     Switches: `rows` (which query rows are summed; `two` is the paper's Collect-2-Query, first
-    draft token's and bonus token's row), `metric` and `scope`. No forced sinks and no forced
-    recent window: they must win the top-k.
+    draft token's and bonus token's row), `metric`, `scope` and `granularity` (`token` is the
+    paper's; with `page`, tokens beside those attended to come along, which drafts further on in
+    the same passage want next). No forced sinks and no forced recent window: they must win.
     """
 
     name: ClassVar[str] = "vegas"
@@ -41,6 +43,8 @@ class VegasPolicy(KVSelectionPolicy):
         """Top-k over candidates 0..L by score, lowest position first among equals."""
         assert given.scores is not None
         lens = given.prefix_lens
+        if self.config.granularity == "page":
+            return best_pages(given.scores, lens, self.config)
         budgets = [self.config.kv_budget(length) for length in lens.tolist()]
         shape = given.scores.shape[:-1]
         positions = varlen_topk(

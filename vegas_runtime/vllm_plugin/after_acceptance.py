@@ -47,7 +47,8 @@ class AfterAcceptance:
         controls = {"ratio": ratio, "min_tokens": min_tokens}
         self._late: LateRows | None = None
         if "accepted" in switches.sources:
-            self._late = LateRows(shape, limits, is_kept=switches.kept, **controls, device=device)
+            flags = {"is_kept": switches.kept, "in_pages": switches.in_pages}
+            self._late = LateRows(shape, limits, **flags, **controls, device=device)
         self._prompts: PromptLists | None = None
         if "prompt" in switches.sources:
             self._prompts = PromptLists(shape, limits, **controls, device=device)

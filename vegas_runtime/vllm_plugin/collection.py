@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vegas_runtime.config import Rows, SpeculationConfig
+from vegas_runtime.config import Granularity, Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin.collector_parts import make_parts
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
@@ -121,6 +121,11 @@ class Collector:
         return self._switches.rows
 
     @property
+    def granularity(self) -> Granularity:
+        """What competes for the budget, read from the device."""
+        return self._switches.granularity
+
+    @property
     def slowed_by(self) -> dict[str, str]:
         """What slows which of the methods that can be chosen; those at full speed are left out."""
         return self._switches.slowed_by
@@ -173,6 +178,10 @@ class Collector:
             ConfigError: a row set that this collector keeps no room for, or that its path lacks.
         """
         self._switches.set_rows(rows, path=self.path)
+
+    def set_granularity(self, granularity: Granularity) -> None:
+        """Let single tokens or whole pages compete from the next step on."""
+        self._switches.set_granularity(granularity)
 
     def forget(self) -> None:
         """The setting has changed: nothing that was chosen for a request's life holds any more."""
@@ -244,6 +253,7 @@ class Collector:
             budgets=budgets,
             algorithm=self._switches.unscored,
             row_set=self._switches.row_set,
+            in_pages=self._switches.in_pages,
             capacity=self.max_budget,
             rows=lengths.rows,
             candidates=lengths.candidates,

@@ -109,6 +109,7 @@ def make_parts(
             source=switches.listed_from,
             per_head=per_head,
             is_ranked=switches.collects,
+            in_pages=switches.in_pages,
             draft=draft,
             lengths=lengths,
             device=device,

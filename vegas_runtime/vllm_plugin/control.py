@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from vegas_runtime.config import RFC_METHOD
+from vegas_runtime.config import RFC_METHOD, SWITCHES
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.vllm_plugin.config import (
     SCHEDULE_KEY,
@@ -29,7 +29,7 @@ MAX_NUM_RUNNING: Final = "max_num_running"
 # What a worker's `vegas_configure` reports as its device holds it, whatever it was told. It is
 # told these, and `num_speculative_tokens` when that changed; the scheduler decides the width of
 # each step, so the worker takes gamma for granted from each step's output.
-ON_THE_DEVICE: Final = ("algorithm", "sparsity_ratio", "min_tokens", "rows", "metric", "scope")
+ON_THE_DEVICE: Final = ("algorithm", "sparsity_ratio", "min_tokens", *SWITCHES)
 
 
 def configure(core: Any, values: Mapping[str, Any]) -> dict[str, Any]:

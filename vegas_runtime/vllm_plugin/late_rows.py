@@ -28,7 +28,7 @@ _RULES: Final = {
     ("vegas", "last_accepted"): LateRule(rows="last"),
     ("vegas", "accepted_only"): LateRule(rows="accepted"),
     ("sparse_spec", None): LateRule(rows="all", counts_tail=True),
-    ("spec_extend", None): LateRule(rows="last", in_pages=True),
+    ("spec_extend", None): LateRule(rows="last"),
 }
 
 
@@ -76,6 +76,7 @@ class LateRows:
         shape: the layers.
         limits: the largest step.
         is_kept: [1] int32 on the device, 1 while rows are to be kept.
+        in_pages: [1] int32 on the device, 1 while whole pages compete.
         ratio: float64[1] on the device, fraction of entries kept.
         min_tokens: int32[1] on the device.
         device: where.
@@ -87,12 +88,14 @@ class LateRows:
         limits: Limits,
         *,
         is_kept: Tensor,
+        in_pages: Tensor,
         ratio: Tensor,
         min_tokens: Tensor,
         device: torch.device,
     ) -> None:
         self._scale = shape.scale
-        self._is_kept, self._ratio, self._min_tokens = is_kept, ratio, min_tokens
+        self._is_kept, self._in_pages = is_kept, in_pages
+        self._ratio, self._min_tokens = ratio, min_tokens
         requests = max(limits.max_requests, limits.max_batch)
         self._has_drafted = torch.zeros(requests, dtype=torch.int32, device=device)
         size = (shape.num_layers, limits.max_batch, limits.max_rows, shape.num_heads)
@@ -171,6 +174,7 @@ class LateRows:
             budgets=step.budgets,
             request_ids=step.request_ids,
             is_prompt=step.is_prompt,
+            in_pages=self._in_pages,
             has_drafted=self._has_drafted,
             ratio=self._ratio,
             min_tokens=self._min_tokens,
@@ -196,7 +200,6 @@ class LateRows:
                 scale=self._scale,
                 row_set=self._all_rows,
                 codes=codes,
-                in_pages=rule.in_pages,
             )
             listing.select_layer(layer, lengths, step.block_table, first=0)
         listing.select(lengths, step.block_table)

@@ -28,6 +28,7 @@ class Listing:
         source: what lists are made from; those made from lengths alone are pages for all layers.
         per_head: one list per KV head.
         is_ranked: whether scores are ever ranked for them.
+        in_pages: [1] int32 on the device, not 0 while whole pages compete.
         draft: reads them.
         lengths: of the largest step.
         device: where.
@@ -47,6 +48,7 @@ class Listing:
         source: ListSource,
         per_head: bool,
         is_ranked: bool,
+        in_pages: Tensor,
         draft: DraftPath,
         lengths: StepLengths,
         device: torch.device,
@@ -65,7 +67,9 @@ class Listing:
             counts=lengths.counts,
             tail_start=lengths.tail_start,
         )
-        self.ranking = Ranking(shape, limits, heads=heads, device=device) if is_ranked else None
+        self.ranking: Ranking | None = None
+        if is_ranked:
+            self.ranking = Ranking(shape, limits, heads=heads, in_pages=in_pages, device=device)
         self.block_pages = 0
         self._units: Units | None = None
 

@@ -50,6 +50,7 @@ class Method:
     Attributes:
         source: what its lists come from.
         per_head: one list per KV head by its definition; of `vegas` the scope decides.
+        in_pages: whole pages compete by its definition; of `vegas` the granularity decides.
         has_long_tail: drafts may read densely without bound: a text not yet selected from, or
             everything generated since.
         slowed_by: what it costs beside the drafts themselves, of what another way of serving it
@@ -58,6 +59,7 @@ class Method:
 
     source: ListSource
     per_head: bool = False
+    in_pages: bool = False
     has_long_tail: bool = False
     slowed_by: str = ""
 
@@ -65,7 +67,7 @@ class Method:
 METHODS: Final[dict[str, Method]] = {
     "vegas": Method(source="scores"),
     "streaming_llm": Method(source="window"),
-    "spec_extend": Method(source="accepted", slowed_by=_SECOND_PASS),
+    "spec_extend": Method(source="accepted", in_pages=True, slowed_by=_SECOND_PASS),
     "sparse_spec": Method(
         source="accepted",
         per_head=True,

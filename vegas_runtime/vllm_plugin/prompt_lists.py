@@ -63,7 +63,11 @@ class PromptLists:
         self._chosen = torch.zeros((1, N, heads, width), **ints)
         self._votes = torch.zeros((N, heads, limits.padded_len), device=device)
         self.codes = torch.zeros((N, heads, limits.padded_len), dtype=torch.uint8, device=device)
-        self._selector = Selector(rows=N * heads, max_len=limits.max_len, device=device)
+        # Single tokens compete here, whatever other methods let compete.
+        self._never = torch.zeros(1, **ints)
+        self._selector = Selector(
+            rows=N * heads, max_len=limits.max_len, in_pages=self._never, device=device
+        )
         # Blocks in the order of the text: what is selected are positions.
         blocks = -(-limits.padded_len // shape.block_size)
         self._in_order = torch.arange(blocks, **ints).expand(N, blocks).contiguous()
@@ -76,7 +80,7 @@ class PromptLists:
         """Memory held."""
         tensors = (
             *(self._positions, self._counts, self._tails, self._chosen, self._votes, self.codes),
-            *(self._in_order, self._candidates, self._kept),
+            *(self._in_order, self._candidates, self._kept, self._never),
         )
         return sum(t.nbytes for t in tensors) + self._selector.num_bytes
 

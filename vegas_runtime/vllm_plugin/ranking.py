@@ -26,6 +26,7 @@ class Ranking:
         shape: the layers.
         limits: the largest step.
         heads: lists per request and layer.
+        in_pages: [1] int32 on the device, not 0 while whole pages compete.
         device: where.
 
     Attributes:
@@ -33,7 +34,13 @@ class Ranking:
     """
 
     def __init__(
-        self, shape: AttentionShape, limits: Limits, *, heads: int, device: torch.device
+        self,
+        shape: AttentionShape,
+        limits: Limits,
+        *,
+        heads: int,
+        in_pages: Tensor,
+        device: torch.device,
     ) -> None:
         self._block_size = shape.block_size
         layers, B = shape.num_layers, limits.max_batch
@@ -42,7 +49,9 @@ class Ranking:
         self._is_whole = layers == shape.num_layers
         size = (layers, B, heads, limits.padded_len)
         self.codes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._selector = Selector(rows=layers * B * heads, max_len=limits.max_len, device=device)
+        self._selector = Selector(
+            rows=layers * B * heads, max_len=limits.max_len, in_pages=in_pages, device=device
+        )
 
     @property
     def num_bytes(self) -> int:

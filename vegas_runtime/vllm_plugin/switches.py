@@ -1,17 +1,18 @@
 """What the collector does for which method, and what of it a running engine may change.
 
-Method and row set are flags on the device that captured kernels read: changing one costs no
-recapture. A collector has buffers for the methods declared when it is made, and runs only those.
+Method, row set and granularity are flags on the device that captured kernels read: changing one
+costs no recapture. A collector has buffers for the methods declared when it is made, and runs only
+those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
 import torch
 
-from vegas_runtime.config import Rows, SpeculationConfig
+from vegas_runtime.config import Granularity, Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin.methods import (
     LATE_ROWS,
@@ -27,13 +28,14 @@ from vegas_runtime.vllm_plugin.methods import (
 
 _NAMES: Final = tuple(METHODS)
 _ALL_ROWS: Final = (*ROW_SETS, *LATE_ROWS)
+_GRANULARITIES: Final[tuple[Granularity, ...]] = get_args(Granularity)
 
 
 class Switches:
-    """Method and row set in force.
+    """Method, row set and granularity in force.
 
     Args:
-        config: the method and rows to start with.
+        config: the method, rows and granularity to start with.
         device: where.
         algorithms: methods that may be switched to besides.
         rows: row sets likewise.
@@ -45,9 +47,11 @@ class Switches:
         kept: [1] int32, 1 while verify rows are kept until acceptance is known.
         bounded: [1] int32, 1 while pages are picked by the draft step's query.
         row_set: [1] int32 index into `ROW_SETS`.
+        in_pages: [1] int32, 1 while whole pages compete.
         source: what lists come from now.
         held: the method in force, as last set.
         held_rows: the row set in force, likewise.
+        held_granularity: what competes, likewise.
         scores_per_head: whether `scope` asks for a list per KV head.
 
     Raises:
@@ -72,13 +76,15 @@ class Switches:
         }
         if len(self._algorithms) > 1 and "everything" in self.sources:
             raise ConfigError("'dense' was declared beside other methods; it runs alone.")
-        flags = torch.zeros(7, dtype=torch.int32, device=device)
-        self._algorithm_flag, self._rows_flag, *rest = (flags[i : i + 1] for i in range(7))
-        self.unscored, self.window, self.kept, self.bounded, self.row_set = rest
+        flags = torch.zeros(9, dtype=torch.int32, device=device)
+        self._algorithm_flag, self._rows_flag, *rest = (flags[i : i + 1] for i in range(9))
+        self._granularity_flag, self.unscored, self.window, *rest = rest
+        self.kept, self.bounded, self.row_set, self.in_pages = rest
         self.source: ListSource
         self.held: str
         self.held_rows: Rows
-        self._set(config.algorithm, config.rows)
+        self.held_granularity: Granularity
+        self._set(config.algorithm, config.rows, config.granularity)
 
     @property
     def is_scored(self) -> bool:
@@ -170,6 +176,11 @@ class Switches:
         return _ALL_ROWS[int(self._rows_flag.item())]
 
     @property
+    def granularity(self) -> Granularity:
+        """What competes, read from the device."""
+        return _GRANULARITIES[int(self._granularity_flag.item())]
+
+    @property
     def slowed_by(self) -> dict[str, str]:
         """What slows which of the declared methods and row sets."""
         named = {algorithm: slowed_by(algorithm, "two") for algorithm in self._algorithms}
@@ -188,7 +199,7 @@ class Switches:
                 f"{', '.join(self._algorithms)}.",
                 hint="Start it with that algorithm, or name it in `sparse_attn_algorithm_set`.",
             )
-        self._set(algorithm, self.held_rows)
+        self._set(algorithm, self.held_rows, self.held_granularity)
 
     def set_rows(self, rows: Rows, *, path: str) -> None:
         """See `Collector.set_rows`; `path` is how scores are collected."""
@@ -204,13 +215,20 @@ class Switches:
                 "'two' only.",
                 hint="Start it with `sparse_attn_collection` 'fused'.",
             )
-        self._set(self.held, rows)
+        self._set(self.held, rows, self.held_granularity)
 
-    def _set(self, algorithm: str, rows: Rows) -> None:
-        self.held, self.held_rows = algorithm, rows
+    def set_granularity(self, granularity: Granularity) -> None:
+        """See `Collector.set_granularity`."""
+        self._set(self.held, self.held_rows, granularity)
+
+    def _set(self, algorithm: str, rows: Rows, granularity: Granularity) -> None:
+        self.held, self.held_rows, self.held_granularity = algorithm, rows, granularity
         self.source = source = source_of(algorithm, rows)
         self._algorithm_flag.fill_(_NAMES.index(algorithm))
         self._rows_flag.fill_(_ALL_ROWS.index(rows))
+        self._granularity_flag.fill_(_GRANULARITIES.index(granularity))
+        takes_pages = METHODS[algorithm].source == "scores" and granularity == "page"
+        self.in_pages.fill_(int(takes_pages or METHODS[algorithm].in_pages))
         self.unscored.fill_(int(source != "scores"))
         self.window.fill_(int(source in ("window", "everything")))
         self.kept.fill_(int(source == "accepted"))

@@ -102,13 +102,11 @@ class LateRule:
 
     Attributes:
         rows: `last` sums row a alone (a drafts accepted), `accepted` rows 0..a, `all` every one.
-        in_pages: whole pages of 16 tokens compete.
         counts_tail: SparseSpec's budget, of the text committed now and with the tail in it, and
             its first drafts, which read everything; else DESIGN's rule (decision 2).
     """
 
     rows: str
-    in_pages: bool = False
     counts_tail: bool = False
 
 
@@ -121,6 +119,7 @@ def _accepted_kernel(
     budgets,
     request_ids,
     is_prompt,
+    in_pages,
     has_drafted,
     ratio,
     min_tokens,
@@ -132,7 +131,6 @@ def _accepted_kernel(
     max_rows,
     capacity,
     ROWS: tl.constexpr,
-    IN_PAGES: tl.constexpr,
     COUNTS_TAIL: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
@@ -147,7 +145,7 @@ def _accepted_kernel(
     last = own - 1 if ROWS == "all" else accepted
     scored = tl.where(own > 0, length - own + 1, 0)
     count = tl.minimum(tl.minimum(tl.load(budgets + b), scored), capacity)
-    if IN_PAGES:
+    if tl.load(in_pages) != 0:
         scored = scored // _PAGE * _PAGE
         count = tl.minimum(count // _PAGE * _PAGE, scored)
     if COUNTS_TAIL:
@@ -181,6 +179,7 @@ def accepted_lengths(
     budgets: Tensor,
     request_ids: Tensor,
     is_prompt: Tensor,
+    in_pages: Tensor,
     has_drafted: Tensor,
     ratio: Tensor,
     min_tokens: Tensor,
@@ -203,6 +202,7 @@ def accepted_lengths(
         budgets: [B] int32 entries to keep, where the rule does not say.
         request_ids: [B] int32 persistent request states, -1 for padding.
         is_prompt: [B] int32, not 0 where the pass computed prompt tokens of the request.
+        in_pages: [1] int32, not 0 while whole pages of 16 tokens compete.
         has_drafted: [requests] int32 by request state, updated where the rule asks for it: 1 once
             a pass over drafts of the request has run.
         ratio: float64[1], fraction of entries kept.
@@ -219,10 +219,9 @@ def accepted_lengths(
         return
     _accepted_kernel[(seq_lens.shape[0],)](
         *(seq_lens, query_start, query_start if given_rows is None else given_rows),
-        *(num_sampled, budgets, request_ids, is_prompt, has_drafted, ratio, min_tokens),
+        *(num_sampled, budgets, request_ids, is_prompt, in_pages, has_drafted, ratio, min_tokens),
         *(ends, rows, candidates, counts, tail_start, max_rows, capacity),
         ROWS=rule.rows,
-        IN_PAGES=rule.in_pages,
         COUNTS_TAIL=rule.counts_tail,
         HAS_ROWS=given_rows is not None,
         num_warps=1,

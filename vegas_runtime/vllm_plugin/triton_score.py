@@ -8,9 +8,6 @@ row sees every one of them and nothing is masked. A program scores `BLOCK_N` tok
 and walks over the KV heads, and over the collected rows `BLOCK_M` at a time, so that the set of
 rows can change between replays of a graph. Limit: memory bandwidth (K once).
 
-Where pages of 16 tokens compete, each token of a page gets the code of the page's sum, so that the
-highest tokens are whole pages: equals stand side by side, and are taken from the lowest position.
-
 Codes are those of `kernels.paged.encode_scores`.
 """
 
@@ -22,15 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vegas_runtime.policies.topk import PAGE_SIZE
-
 _CODE_SHIFT = tl.constexpr(20)
 _HALF_STEP = tl.constexpr(1 << 19)
 _CODE_OFFSET = tl.constexpr(127 * 8 - 192)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _BLOCK_N: Final = 128
 _BLOCK_M: Final = 16
-_PAGE = tl.constexpr(PAGE_SIZE)
 
 
 @triton.jit
@@ -77,7 +71,6 @@ def _score_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PER_HEAD: tl.constexpr,
-    IN_PAGES: tl.constexpr,
 ):
     start = tl.program_id(0) * BLOCK_N
     b = tl.program_id(1)
@@ -123,12 +116,6 @@ def _score_kernel(
             target = codes + b * codes_request + head * codes_head + tokens
             tl.store(target, encode(total).to(tl.uint8), mask=inside)
             total = tl.zeros([BLOCK_N], tl.float32)
-    if IN_PAGES:
-        of_pages = tl.sum(
-            tl.reshape(tl.where(inside, total, 0.0), [BLOCK_N // _PAGE, _PAGE]), axis=1
-        )
-        spread = tl.broadcast_to(of_pages[:, None], [BLOCK_N // _PAGE, _PAGE])
-        total = tl.reshape(spread, [BLOCK_N])
     if not PER_HEAD:
         tl.store(codes + b * codes_request + tokens, encode(total).to(tl.uint8), mask=inside)
 
@@ -145,7 +132,6 @@ def score(
     scale: float,
     row_set: Tensor,
     codes: Tensor,
-    in_pages: bool = False,
 ) -> None:
     """Score the candidates of each request.
 
@@ -160,10 +146,7 @@ def score(
         scale: factor on query-key products.
         row_set: [1] int32 index into `methods.ROW_SETS`: rows whose weights are summed.
         codes: [B, 1 or Hkv, n] uint8, written up to `candidates`; 1 sums over all heads.
-        in_pages: a token's code is that of its page of 16 tokens; candidates are whole pages, and
-            codes are summed over all heads.
     """
-    assert not (in_pages and codes.shape[1] > 1)
     B, Hkv, group = candidates.shape[0], k.shape[2], q.shape[1] // k.shape[2]
     if B == 0:
         return
@@ -180,6 +163,5 @@ def score(
         BLOCK_M=_BLOCK_M,
         BLOCK_N=_BLOCK_N,
         PER_HEAD=codes.shape[1] > 1,
-        IN_PAGES=in_pages,
         num_warps=4,
     )

@@ -16,6 +16,10 @@ Rows are padded to 64 codes and read in such units: a mask that may end at any b
 every load one byte wide. Only integer additions meet, so two runs agree. Batch sizes are not
 specialised on: a captured graph of a new size must not meet the compiler.
 
+Where pages of 16 tokens compete, each code is first replaced by that of its page's sum, so that the
+highest codes are whole pages: equals stand side by side, and are taken from the lowest position.
+Candidates and counts are whole pages then.
+
 A *unit* is what the draft attention addresses an entry by: block * block_units + offset *
 token_units + head * head_units. With block_units the block size and token_units 1 it is the slot.
 """
@@ -30,8 +34,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vegas_runtime.policies.topk import PAGE_SIZE
+from vegas_runtime.vllm_plugin.triton_score import decode, encode
+
 CHUNK: Final = 4096
 WHOLE_ROW: Final = 16384
+_PAGE = tl.constexpr(PAGE_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +73,24 @@ def places(values, threshold, quota):
     return keep, (before & 0xFFFF) + tl.minimum(equal_before, tl.maximum(quota, 0))
 
 
+@triton.jit
+def _competing(codes, inside, in_pages, SIZE: tl.constexpr):
+    """Codes as they compete, -1 outside: each one's own, or that of its page's sum."""
+    values = codes.to(tl.int32)
+    if tl.load(in_pages) != 0:
+        weights = tl.where(inside, decode(values), 0.0)
+        sums = tl.sum(tl.reshape(weights, [SIZE // _PAGE, _PAGE]), axis=1)
+        spread = tl.broadcast_to(sums[:, None], [SIZE // _PAGE, _PAGE])
+        values = encode(tl.reshape(spread, [SIZE]))
+    return tl.where(inside, values, -1)
+
+
 @triton.jit(do_not_specialize=["batch", "table_row"])
 def _row_kernel(
     codes,
     candidates,
     counts,
+    in_pages,
     block_table,
     lists,
     codes_layer,
@@ -98,7 +119,7 @@ def _row_kernel(
     tokens = tl.arange(0, BLOCK)
     source = codes + layer * codes_layer + b.to(tl.int64) * codes_request + head * codes_head
     padded = tl.load(source + tokens, mask=tokens < (end + 63) // 64 * 64, other=0)
-    values = tl.where(tokens < end, padded.to(tl.int32), -1)
+    values = _competing(padded, tokens < end, in_pages, BLOCK)
     threshold = wanted * 0
     for bit in tl.static_range(8):
         higher = threshold + (128 >> bit)
@@ -116,6 +137,7 @@ def _row_kernel(
 def _count_kernel(
     codes,
     candidates,
+    in_pages,
     histograms,
     codes_layer,
     codes_request,
@@ -139,7 +161,7 @@ def _count_kernel(
     )
     offsets = tl.arange(0, CHUNK)
     padded = tl.load(source + offsets, mask=offsets < (left + 63) // 64 * 64, other=0)
-    values = tl.where(offsets < left, padded.to(tl.int32), 0)
+    values = tl.maximum(_competing(padded, offsets < left, in_pages, CHUNK), 0)
     bins = tl.arange(0, 256)
     counts = tl.histogram(values, 256)
     # Offsets behind the last candidate were counted as zeros.
@@ -194,6 +216,7 @@ def _threshold_kernel(
 def _write_kernel(
     codes,
     candidates,
+    in_pages,
     plan,
     block_table,
     lists,
@@ -230,7 +253,7 @@ def _write_kernel(
     source = codes + layer * codes_layer + b.to(tl.int64) * codes_request + head * codes_head
     in_row = offsets < (left + 63) // 64 * 64
     padded = tl.load(source + chunk * CHUNK + offsets, mask=in_row, other=0)
-    values = tl.where(offsets < left, padded.to(tl.int32), -1)
+    values = _competing(padded, offsets < left, in_pages, CHUNK)
     keep, place = places(values, threshold, quota - equal_before)
     place += above_before + tl.minimum(equal_before, quota)
     tokens = chunk * CHUNK + offsets
@@ -246,11 +269,12 @@ class Selector:
     Args:
         rows: most rows (layers x requests x lists each) of one call.
         max_len: longest context.
+        in_pages: [1] int32 on the device, not 0 while whole pages compete.
         device: where.
     """
 
-    def __init__(self, *, rows: int, max_len: int, device: torch.device) -> None:
-        self._max_len = max_len
+    def __init__(self, *, rows: int, max_len: int, in_pages: Tensor, device: torch.device) -> None:
+        self._max_len, self._in_pages = max_len, in_pages
         self._chunks = 0 if max_len <= WHOLE_ROW else -(-max_len // CHUNK)
         self._histograms = torch.empty((rows * self._chunks, 256), dtype=torch.int32, device=device)
         self._plan = torch.empty((rows * self._chunks, 4), dtype=torch.int32, device=device)
@@ -292,7 +316,7 @@ class Selector:
         if self._chunks == 0:
             block = triton.next_power_of_2(self._max_len)
             _row_kernel[(rows,)](
-                *(codes, candidates, counts, block_table, lists),
+                *(codes, candidates, counts, self._in_pages, block_table, lists),
                 *(*sources, *targets, *addressing),
                 HEADS=heads,
                 BLOCK_SIZE=block_size,
@@ -303,7 +327,9 @@ class Selector:
         shared = {"HEADS": heads, "CHUNK": CHUNK}
         grid = (rows, self._chunks)
         _count_kernel[grid](
-            *(codes, candidates, self._histograms, *sources, B), **shared, num_warps=4
+            *(codes, candidates, self._in_pages, self._histograms, *sources, B),
+            **shared,
+            num_warps=4,
         )
         _threshold_kernel[(rows,)](
             *(self._histograms, candidates, counts, self._plan, B, self._chunks),
@@ -311,7 +337,7 @@ class Selector:
             num_warps=4,
         )
         _write_kernel[grid](
-            *(codes, candidates, self._plan, block_table, lists),
+            *(codes, candidates, self._in_pages, self._plan, block_table, lists),
             *(*sources, *targets, *addressing),
             BLOCK_SIZE=block_size,
             **shared,

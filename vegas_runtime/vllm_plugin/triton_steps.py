@@ -26,6 +26,7 @@ def _step_kernel(
     budgets,
     algorithm,
     row_set,
+    in_pages,
     rows,
     candidates,
     counts,
@@ -42,6 +43,9 @@ def _step_kernel(
     own = tl.where(is_scored, tl.minimum(own, length), 0)
     scored = tl.where(own > 0, length - own + 1, 0)
     budget = tl.minimum(tl.minimum(tl.load(budgets + b), scored), capacity)
+    if tl.load(in_pages) != 0:
+        scored = scored // _PAGE * _PAGE
+        budget = tl.minimum(budget // _PAGE * _PAGE, scored)
     tl.store(rows + b, own)
     tl.store(candidates + b, scored)
     tl.store(counts + b, tl.maximum(budget, 0))
@@ -64,6 +68,7 @@ def step_lengths(
     budgets: Tensor,
     algorithm: Tensor,
     row_set: Tensor,
+    in_pages: Tensor,
     capacity: int,
     rows: Tensor,
     candidates: Tensor,
@@ -71,7 +76,7 @@ def step_lengths(
     tail_start: Tensor,
     row_mask: Tensor,
 ) -> None:
-    """Lengths of one verify step: candidates are the tokens up to row 0's own.
+    """Lengths of one verify step: candidates are the tokens up to row 0's own, or whole pages.
 
     Args:
         seq_lens: [B] int32 tokens cached, the step's included; 0 for padding.
@@ -80,6 +85,7 @@ def step_lengths(
         budgets: [B] int32 entries to keep.
         algorithm: [1] int32; unless 0, nothing is scored.
         row_set: [1] int32 index into `methods.ROW_SETS`.
+        in_pages: [1] int32, not 0 while whole pages of 16 tokens compete.
         capacity: entries a list holds.
         rows: [B] int32, written; 0 for padding and where nothing is scored.
         candidates: [B] int32, written.
@@ -92,7 +98,7 @@ def step_lengths(
         return
     _step_kernel[(seq_lens.shape[0],)](
         *(seq_lens, query_start, query_start if given_rows is None else given_rows, budgets),
-        *(algorithm, row_set, rows, candidates, counts, tail_start, row_mask, capacity),
+        *(algorithm, row_set, in_pages, rows, candidates, counts, tail_start, row_mask, capacity),
         HAS_ROWS=given_rows is not None,
         num_warps=1,
     )

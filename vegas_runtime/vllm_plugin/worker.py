@@ -245,6 +245,7 @@ class VegasModelRunner(GPUModelRunner):
         if self.collector.list_shape.by_query and not was_quest:
             self._bound_everything()
         self.collector.set_rows(config.rows)
+        self.collector.set_granularity(config.granularity)
         self.step_inputs.ratio.fill_(config.sparsity_ratio)
         self.step_inputs.min_tokens.fill_(config.min_tokens)
         if values:
@@ -264,6 +265,7 @@ class VegasModelRunner(GPUModelRunner):
             "min_tokens": self.step_inputs.min_tokens.item(),
             "algorithm": self.collector.algorithm,
             "rows": self.collector.rows,
+            "granularity": self.collector.granularity,
             "metric": self.settings.config.metric,
             "scope": self.settings.config.scope,
         }
