@@ -27,6 +27,7 @@ from vegas_tune.cells import (
     next_cell,
     parse_counts,
 )
+from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions
 from vegas_tune.laboratory import Laboratory, Measured
 from vegas_tune.plan import GAMMA, Point, make_plan
@@ -245,6 +246,21 @@ def test_a_resumed_grid_measures_nothing_again(
     again, _, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8", context="8k,1k")
     assert _carry_out(again, engine).profile == first.profile
     assert engine.num_passes == passes
+
+
+def test_a_start_is_charged_to_the_first_cell_that_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts(engine: SyntheticEngine, load_s: float, context: str) -> list[list[float]]:
+        sweeps, _, _ = _sweeps(tmp_path, monkeypatch, engine, batch="8", context=context)
+        sweeps.tune(engine, load_s)
+        sweeps.publish(engine.info, "synthetic")
+        records = sorted(tmp_path.glob("records*.npz"))
+        return [[one.load_s for one in unpack_records(path)[1] if one.load_s] for path in records]
+
+    assert starts(CellEngine(PLATEAU), 40.0, "8k,1k") == [[], [40.0]]
+    # All of the first two is kept; the second call's start is the third one's.
+    assert starts(CellEngine(PLATEAU), 50.0, "8k,1k,4k") == [[], [50.0], [40.0]]
 
 
 def test_a_cell_that_does_not_fit_leaves_the_others(

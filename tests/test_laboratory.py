@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -74,6 +75,44 @@ def test_costs_hold_everything_since_the_measurement_before() -> None:
     assert second.preparation_s == pytest.approx(0.0, abs=1e-5)
     assert [outcome_from_row(outcome_to_row(one)) for one in (first, second)] == [first, second]
     assert lab.spent_s == pytest.approx(20.0 + engine.now_s(), abs=1e-5)
+
+
+def test_a_start_is_charged_to_the_first_result_that_is_not_tried_again() -> None:
+    store = MemoryStore()
+    engine = SyntheticEngine(PLATEAU, prefill_s=7.0, faults=_failing(BackendError("died"), times=2))
+    lab = _lab(engine=engine, store=store, load_s=20.0)
+    measured = lab.measure(_point())
+    assert isinstance(measured, Measured)
+    first, second, third = store.outcomes.values()
+    assert [one.load_s for one in (first, second, third)] == [0.0, 0.0, 20.0]
+    assert [one.cost_s for one in (first, second)] == pytest.approx([7.0, 0.0], abs=1e-5)
+    assert measured.preparation_s == pytest.approx(0.0, abs=1e-5)
+    assert lab.spent_s == pytest.approx(20.0 + engine.now_s(), abs=1e-5)
+
+    full = _lab(_failing(MemoryError("no room"), times=1), load_s=20.0)
+    lost, after = full.measure(_point()), full.measure(_point(3))
+    assert isinstance(lost, Failed)
+    assert (lost.load_s, after.load_s) == (20.0, 0.0)
+    assert outcome_from_row(outcome_to_row(lost)) == lost
+
+
+def test_an_engine_s_restart_is_a_start() -> None:
+    @dataclass
+    class Mortal(SyntheticEngine):
+        restarts_s: float = 0.0
+
+        def configure(self, config: SpeculationConfig) -> None:
+            super().configure(config)
+            if self.num_passes == 1:
+                self.restarts_s += 60.0
+                self._clock_s += 60.0
+
+    lab = _lab(engine=Mortal(PLATEAU, prefill_s=7.0), load_s=20.0)
+    measured = [lab.measure(_point(gamma)) for gamma in (2, 3, 4)]
+    assert [one.load_s for one in measured] == [20.0, 60.0, 0.0]
+    for one, preparation_s in zip(measured, (7.0, 0.0, 0.0), strict=True):
+        assert isinstance(one, Measured)
+        assert one.preparation_s == pytest.approx(preparation_s, abs=1e-5)
 
 
 def test_a_stored_result_costs_what_it_cost() -> None:

@@ -12,6 +12,8 @@ from synthetic import HOPELESS, PLATEAU, RISING, SHAPES, Shape, SyntheticEngine,
 
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, BudgetSpentError, NoValidTrialError
+from vegas_tune.bench import Bench as Measurements
+from vegas_tune.bench import Silent
 from vegas_tune.decide import Decision
 from vegas_tune.laboratory import Failed, Laboratory, Measured, MemoryStore, Outcome, RecordedLab
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, STEPS, VALIDATE, Plan, make_plan
@@ -313,6 +315,79 @@ def test_the_engine_s_start_is_not_taken_for_a_prefill(load_s: float) -> None:
     # Every new block would seem to cost another start, and nothing would fit any more.
     result = Bench(PLATEAU, budget_s=2500.0 + load_s, load_s=load_s).sweep()
     assert (result.status, result.num_rounds >= result.plan.looks[0]) == ("validated", True)
+
+
+def _resumed(bench: Bench, after: int, load_s: float) -> SweepResult:
+    """What a sweep finds that is stopped after so many passes and goes on with another start."""
+    bench.engine.faults = lambda _, passes: bench.lab.stop_soon() if passes == after - 1 else None
+    with pytest.raises(KeyboardInterrupt):
+        bench.sweep()
+    assert len(bench.store.outcomes) == after
+    engine = SyntheticEngine(bench.shape, prefill_s=bench.engine.prefill_s)
+    bench.lab = Laboratory(bench.plan, engine, bench.blocks, store=bench.store, load_s=load_s)
+    result = bench.sweep()
+    again = run_sweep(bench.plan, RecordedLab(bench.store.outcomes.values()))
+    assert _decisions(again) == _decisions(result)
+    return result
+
+
+def test_a_resumed_sweep_shares_out_what_all_its_starts_leave() -> None:
+    # Nothing to prepare: another start is then all that resuming costs.
+    options: dict[str, Any] = {"budget_s": 1600.0, "prefill_s": 0.0}
+    resumed = _resumed(Bench(PLATEAU, load_s=300.0, **options), after=1, load_s=500.0)
+    # The same as one sweep whose only start took as long as both.
+    whole = Bench(PLATEAU, load_s=800.0, **options).sweep()
+    assert [one.point for one in resumed.outcomes] == [one.point for one in whole.outcomes]
+    assert resumed.spent_s == pytest.approx(whole.spent_s, abs=0.01)
+    assert [one.load_s for one in resumed.outcomes[:3]] == [300.0, 500.0, 0.0]
+
+
+def test_each_start_is_paid_for_by_search_and_validation_alike() -> None:
+    bench = Bench(PLATEAU, budget_s=1600.0, prefill_s=0.0, load_s=300.0)
+    result = _resumed(bench, after=12, load_s=500.0)
+    assert result.spent_s <= 1600.0 + 1.0
+    searched_s = sum(one.cost_s for one in result.outcomes if one.point.step != VALIDATE)
+    assert 800.0 + 0.6 * 800.0 < searched_s <= 800.0 + 0.7 * 800.0
+
+
+def test_what_another_engine_had_prepared_is_expected_to_take_its_time_again() -> None:
+    blocks, engine = make_blocks(2), SyntheticEngine(PLATEAU, prefill_s=250.0)
+    plan = make_plan(BASE, blocks, budget_s=1500.0, tokens=2400)
+    store = MemoryStore()
+
+    def measured(num_rounds: int, engine: SyntheticEngine) -> Measurements:
+        lab = Laboratory(plan, engine, blocks, store=store, load_s=40.0)
+        bench = Measurements(plan, lab, Silent())
+        for _ in range(num_rounds):
+            bench.open_round((0, 1, 1))
+            assert bench.measure(VALIDATE, plan.plain)
+        return bench
+
+    first = measured(2, engine)
+    first.open_round((0,))
+    assert first.has_room_for(VALIDATE, [plan.plain] * 20)
+    resumed = measured(3, SyntheticEngine(PLATEAU, prefill_s=250.0))
+    left_s = 1500.0 - resumed.spent_s
+    pass_s = resumed.measured()[-1].run.elapsed_s
+    # Its own engine holds block 1, and lacks block 0.
+    for block, room_s in ((1, left_s), (0, left_s - 250.0)):
+        resumed.open_round((block,))
+        for num, fits in ((int(0.9 * room_s / pass_s), True), (int(1.1 * room_s / pass_s), False)):
+            assert resumed.has_room_for(VALIDATE, [plan.plain] * num) is fits, (block, num)
+
+
+def test_a_start_behind_a_failure_is_not_taken_for_measuring() -> None:
+    def fail(config: SpeculationConfig, number: int) -> None:
+        if number == 0:
+            bench.engine.num_passes += 1
+            raise BackendError("died")
+
+    bench = Bench(PLATEAU, budget_s=1600.0, load_s=800.0, prefill_s=0.0, faults=fail)
+    result = bench.sweep()
+    whole = Bench(PLATEAU, budget_s=1600.0, load_s=800.0, prefill_s=0.0).sweep()
+    assert [one.point for one in result.outcomes] == [one.point for one in whole.outcomes]
+    assert [one.load_s for one in result.outcomes if one.load_s] == [800.0]
+    assert result.outcomes[0].attempt == 1
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ from vegas_runtime.vllm_plugin.engine_options import (
 )
 from vegas_runtime.vllm_plugin.host import sampling_params
 from vegas_runtime.vllm_plugin.unrecorded import steps_of_outputs
-from vegas_tune.laboratory import RETRIED_KINDS, classify
+from vegas_tune.laboratory import RETRIED_KINDS, Laboratory, Measured, Outcome, classify
 from vegas_tune.measure import Measurement, measure
+from vegas_tune.plan import VALIDATE, Point, make_plan
 
 SETTING = SpeculationConfig(num_speculative_tokens=4, sparsity_ratio=0.1, min_tokens=32)
 PLAIN = SETTING.replace(num_speculative_tokens=0)
@@ -692,6 +693,31 @@ def test_time_on_the_gpu_counts_starts_and_stops_with_the_engine() -> None:
     engine.close()
     clock.now_s += 100
     assert engine.held_s == pytest.approx(45.0, abs=0.1)
+
+
+def test_starting_again_is_told_apart_from_measuring() -> None:
+    clock = Clock()
+    engine, children = inline_engine(clock, start_s=40.0)
+    plan = make_plan(PLAIN, (_block(),), budget_s=1e6, tokens=3000)
+    lab = Laboratory(plan, engine, (_block(),), load_s=40.0)
+
+    def measure_afresh(replicate: int) -> Outcome:
+        point = Point(step=VALIDATE, config=SETTING, block=0, replicate=replicate, max_tokens=3000)
+        return lab.measure(point)
+
+    first = measure_afresh(0)
+    assert (first.load_s, engine.restarts_s) == (40.0, 0.0)
+
+    def dies(*_: Any, **__: Any) -> Any:
+        children[0].is_healthy = False
+        raise BackendError("it died")
+
+    children[0].ask = dies  # type: ignore[method-assign]
+    second = measure_afresh(1)
+    assert isinstance(second, Measured)
+    assert (second.attempt, second.load_s) == (1, pytest.approx(40.0, abs=0.1))
+    assert second.preparation_s < 10.0
+    assert engine.restarts_s == pytest.approx(40.0, abs=0.1)
 
 
 def test_an_interrupted_answer_is_never_taken_for_the_next_one() -> None:

@@ -271,6 +271,15 @@ class WindowDrafter(Protocol):
         """The setting that differs from this one in the choice alone; None where none does."""
 
 
+@runtime_checkable
+class Restarting(Protocol):
+    """What an engine offers that starts again after it died."""
+
+    @property
+    def restarts_s(self) -> float:
+        """What its starts took so far, the first one left out, seconds."""
+
+
 def open_backend(
     name: str,
     *,

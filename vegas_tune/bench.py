@@ -72,6 +72,9 @@ class Bench:
         self._validates = validates
         self._rounds = 0
         self._block = 0
+        # What engine starts took of what is spent, and how many outcomes the last one came after.
+        self._starts_s = 0.0
+        self._last_start = 0
 
     @property
     def spent_s(self) -> float:
@@ -119,6 +122,10 @@ class Bench:
             for place in range(self._plan.places)
         ]
         outcomes = self._lab.measure_places(points)
+        start_s = max(outcome.load_s for outcome in outcomes)
+        if start_s:
+            self._starts_s += start_s
+            self._last_start = len(self.outcomes)
         for outcome in outcomes:
             self.outcomes.append(outcome)
             self._progress.measured(outcome, self.spent_s)
@@ -176,20 +183,18 @@ class Bench:
     def _limit_s(self, step: str) -> float:
         """When a step has to end, seconds of the budget.
 
-        Shares are of what the engine's start leaves. On a slow machine the usual ones would leave
-        validation less than its first look takes, and the whole sweep without an answer: the search
-        then gives up as much, of what it has at most half.
+        Shares are of what engine starts leave: the first one, and one for each time the sweep was
+        resumed or its engine died. On a slow machine the usual shares would leave validation less
+        than its first look takes, and the whole sweep without an answer: the search then gives up
+        as much, of what it has at most half.
         """
-        budget_s, share = self._plan.budget_s, BUDGET_SHARES[step]
-        known = self.measured()
-        if step == VALIDATE or not known:
-            return budget_s * share
-        start_s = max(measured.load_s for measured in known)
-        left_s = budget_s - start_s
+        if step == VALIDATE:
+            return self._plan.budget_s
+        left_s = self._plan.budget_s - self._starts_s
         search_s = most_s = left_s * BUDGET_SHARES[REFINE]
-        if self._validates:
+        if self._validates and self.measured():
             search_s = min(most_s, max(most_s / 2, left_s - self._first_look_s()))
-        return start_s + search_s * share / BUDGET_SHARES[REFINE]
+        return self._starts_s + search_s * BUDGET_SHARES[step] / BUDGET_SHARES[REFINE]
 
     def _first_look_s(self) -> float:
         """What validation takes up to its first look, with finalists as fast as is expected."""
@@ -221,14 +226,15 @@ class Bench:
         return self._tokens(step) / rate * overhead
 
     def _preparation_s(self, block: int) -> float:
-        """Expected time of preparing a block: of its prefill where it is new.
+        """Expected time of preparing a block: of its prefill where the running engine lacks it.
 
-        The longest that a measurement of an earlier block took; 0 while nothing is known.
+        The longest that a measurement of an earlier block took; 0 while nothing is known. That the
+        engine is another one than before shows in its first result, not sooner.
         """
-        known = self.measured()
-        if any(measured.point.block == block for measured in known):
+        since = self.outcomes[self._last_start :]
+        if any(isinstance(one, Measured) and one.point.block == block for one in since):
             return 0.0
-        return max((measured.preparation_s for measured in known), default=0.0)
+        return max((measured.preparation_s for measured in self.measured()), default=0.0)
 
     # ------------------------------------------------------------------ memory
 

@@ -171,6 +171,7 @@ class CellSweeps:
         self._model = model
         self._workloads: dict[CellKey, Workload] = {}
         self._spent_s = 0.0
+        self._load_s = 0.0
         self._answers: list[CellAnswer] = []
         self._results: dict[CellKey, SweepResult] = {}
         self._stock: dict[CellKey, StockFigures] = {}
@@ -180,8 +181,9 @@ class CellSweeps:
 
         Args:
             engine: open, for all of them.
-            load_s: time that opening took; charged to the first cell.
+            load_s: time that opening took; charged to the first cell that measures.
         """
+        self._load_s = load_s
         measured: dict[CellKey, Measurements] = {}
         left = list(self._request.cells)
         while left:
@@ -194,14 +196,13 @@ class CellSweeps:
                 continue
             self._progress.note(f"cell batch {cell.batch}, context {cell.context}")
             try:
-                result = self._sweep(cell, engine, load_s, 1 + len(left))
+                result = self._sweep(cell, engine, 1 + len(left))
             except (NoValidTrialError, BudgetSpentError, ConfigError) as error:
                 # A cell that does not fit is refused by vLLM's engine before anything is measured.
                 if not self._results:
                     raise
                 self._answers.append(CellAnswer(cell=cell, status="failed", why=error.message))
                 continue
-            load_s = 0.0
             self._results[cell] = result
             measured[cell] = [(one.point.config, one.figures) for one in result.measured()]
             self._answers.append(_answer(cell, result))
@@ -300,17 +301,19 @@ class CellSweeps:
         ratios = usable_ratios(request, workload)
         return plan_sweep(request, self._model, workload.blocks, ratios)
 
-    def _sweep(self, cell: CellKey, engine: Engine, load_s: float, num_left: int) -> SweepResult:
+    def _sweep(self, cell: CellKey, engine: Engine, num_left: int) -> SweepResult:
         """One cell's sweep, with an equal part of what time is left."""
         budget_s = max(self._request.budget_s - self._spent_s, 1.0) / num_left
         plan, blocks = self._plan(cell, budget_s), self._workload(cell).blocks
         with RunFolder.open(self._cell_folder(cell), plan) as store:
-            lab = Laboratory(plan, engine, blocks, store=store, load_s=load_s)
+            lab = Laboratory(plan, engine, blocks, store=store, load_s=self._load_s)
             try:
                 with first_interrupt_finishes(lab, self._progress):
                     return run_sweep(plan, lab, self._progress)
             finally:
                 self._spent_s += lab.spent_s
+                if lab.num_fresh:
+                    self._load_s = 0.0
 
     def _pack(self) -> dict[str, str]:
         """The records of every cell that was swept, beside the profile: hashes by file name."""

@@ -60,9 +60,9 @@ def outcome_to_row(outcome: Outcome) -> dict[str, Any]:
         row["where"] = outcome.where
     if outcome.telemetry is not None:
         row["telemetry"] = dict(outcome.telemetry)
+    if outcome.load_s:
+        row["load_s"] = outcome.load_s
     if isinstance(outcome, Measured):
-        if outcome.load_s:
-            row["load_s"] = outcome.load_s
         return row | {"run": outcome.run.to_dict()}
     return row | {"failure": {"kind": outcome.kind, "reason": outcome.reason}}
 
@@ -85,13 +85,12 @@ def outcome_from_row(row: Mapping[str, Any]) -> Outcome:
             "cost_s": float(row["cost_s"]),
             "where": str(row.get("where", "")),
             "telemetry": row.get("telemetry"),
+            "load_s": float(row.get("load_s", 0.0)),
         }
         if "failure" in row:
             failure = row["failure"]
             return Failed(**common, kind=str(failure["kind"]), reason=str(failure["reason"]))
-        outcome = Measured(
-            **common, run=Run.from_dict(row["run"]), load_s=float(row.get("load_s", 0.0))
-        )
+        outcome = Measured(**common, run=Run.from_dict(row["run"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StorageError(f"a record is damaged: {type(error).__name__} {error}.") from error
     if isinstance(steady_steps(outcome.run), Unsteady):

@@ -4,7 +4,8 @@ A sweep asks for points and cannot tell fresh results from stored ones. Resuming
 the gate's first tier are therefore one mechanism: the same program over the same results.
 
 Time is counted only in recorded costs, so that a replay takes the same budget decisions as the
-run it replays.
+run it replays. A budget is for everything: of a sweep that was resumed, each call's loading of the
+model is charged to what that call measured first. A call that ended before that costs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Protocol
 
-from vegas_runtime.backend import Engine, PromptBlock
+from vegas_runtime.backend import Engine, PromptBlock, Restarting
 from vegas_runtime.errors import BackendError, GpuMemoryError, StorageError
 from vegas_runtime.records import Run
 from vegas_tune.measure import Measurement, measure
@@ -41,6 +42,7 @@ class Measured:
         where: device it was measured on; empty in a run of one engine.
         telemetry: what the GPU did meanwhile, `telemetry.Telemetry.to_dict()`; None unwatched.
         load_s: of the cost, what came before any preparation: loading the model, starting vLLM.
+            Above 0 this is the first result of that start.
     """
 
     point: Point
@@ -77,6 +79,7 @@ class Failed:
         reason: one sentence for the user.
         where: device it was tried on; empty in a run of one engine.
         telemetry: what the GPU did meanwhile; None unwatched.
+        load_s: of the cost, what starting the engine took; see `Measured`.
     """
 
     point: Point
@@ -86,6 +89,7 @@ class Failed:
     reason: str
     where: str = ""
     telemetry: Mapping[str, Any] | None = None
+    load_s: float = 0.0
 
 
 Outcome = Measured | Failed
@@ -161,9 +165,15 @@ class MemoryStore:
 
 def is_final(outcome: Outcome) -> bool:
     """Whether a point is not tried again after this."""
-    if isinstance(outcome, Measured) or outcome.kind not in RETRIED_KINDS:
-        return True
-    return outcome.attempt >= MAX_RETRIES
+    return isinstance(outcome, Measured) or not _is_tried_again(outcome.kind, outcome.attempt)
+
+
+def _is_tried_again(kind: str, attempt: int) -> bool:
+    return kind in RETRIED_KINDS and attempt < MAX_RETRIES
+
+
+def _restarts_s(engine: Engine) -> float:
+    return engine.restarts_s if isinstance(engine, Restarting) else 0.0
 
 
 def settled(store: Store, point: Point) -> Outcome | None:
@@ -236,7 +246,7 @@ class Laboratory:
         engine: what measures.
         blocks: the workload, as in the plan.
         store: where results are kept.
-        load_s: time already spent, e.g. loading the model; charged to the first measurement.
+        load_s: time already spent, e.g. loading the model; see `Performer`.
     """
 
     def __init__(
@@ -304,7 +314,9 @@ class Performer:
         engine: what measures.
         blocks: the workload.
         where: device it runs on; settings of a round are compared on one device only.
-        load_s: time already spent, e.g. loading the model; charged to the first measurement.
+        load_s: time already spent, e.g. loading the model. Like that of starting the engine again,
+            it is charged to the first result after it that is not tried again, so that none of it
+            is lost behind a retry.
         run: makes the pass, from a point and a deadline; `run_point` by default.
         watch: of the device; of the engine's GPU by default.
     """
@@ -335,6 +347,7 @@ class Performer:
             limit_s: time it may take, counted from the end of the measurement before.
         """
         deadline_s = self._mark_s + limit_s
+        restarts_s = _restarts_s(self._engine)
         failure: tuple[str, str] | None = None
         with self._watch.window() as window:
             try:
@@ -346,20 +359,22 @@ class Performer:
             failure = "thermal", seen.objection
         failure = failure or _objection(point, run)
         now_s = self._engine.now_s()
+        load_s = self._load_s + _restarts_s(self._engine) - restarts_s
+        if failure is not None and failure[0] in RETRIED_KINDS and now_s >= deadline_s:
+            failure = "timeout", f"the budget ended during the measurement ({failure[1]})"
+        is_retried = failure is not None and _is_tried_again(failure[0], attempt)
+        self._load_s = load_s if is_retried else 0.0
         # Rounded here, so that a stored cost and a live one lead to the same decision.
-        cost_s = round(now_s - self._mark_s, 6)
-        self._mark_s = now_s
-        load_s, self._load_s = self._load_s, 0.0
+        cost_s = round(now_s - self._load_s - self._mark_s, 6)
+        self._mark_s = now_s - self._load_s
         common: dict[str, Any] = {
             "point": point, "attempt": attempt, "cost_s": cost_s, "where": self._where,
             "telemetry": None if seen is None else seen.to_dict(),
+            "load_s": 0.0 if is_retried else round(load_s, 6),
         }  # fmt: skip
         if failure is None:
-            return Measured(**common, run=run, load_s=round(load_s, 6))
-        kind, reason = failure
-        if kind in RETRIED_KINDS and now_s >= deadline_s:
-            kind, reason = "timeout", f"the budget ended during the measurement ({reason})"
-        return Failed(**common, kind=kind, reason=reason)
+            return Measured(**common, run=run)
+        return Failed(**common, kind=failure[0], reason=failure[1])
 
 
 def run_point(

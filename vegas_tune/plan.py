@@ -32,7 +32,7 @@ REFINE: Final = "3-refine"
 VALIDATE: Final = "4-validate"
 STEPS: Final = (SPARSITY, GAMMA, REFINE, VALIDATE)
 
-# Share of the budget, less the engine's start, that may be spent when a step ends. What a step
+# Share of the budget, less the engine's starts, that may be spent when a step ends. What a step
 # leaves, the next may use; validation keeps the rest, because an unvalidated winner is no answer.
 BUDGET_SHARES: Final = {SPARSITY: 0.40, GAMMA: 0.60, REFINE: 0.70, VALIDATE: 1.0}
 

@@ -115,7 +115,7 @@ def run_sweep(plan: Plan, lab: Lab, progress: Progress | None = None) -> SweepRe
 def run_search(plan: Plan, lab: Lab, progress: Progress | None = None) -> Search:
     """The three steps alone, for who validates the choice by other means.
 
-    They spend at most `BUDGET_SHARES[REFINE]` of the plan's budget.
+    They spend at most `BUDGET_SHARES[REFINE]` of what engine starts leave of the plan's budget.
 
     Raises:
         StorageError: a result could not be kept, or a record is missing.

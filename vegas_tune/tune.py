@@ -294,8 +294,8 @@ def describe_text(described: Mapping[str, Any]) -> str:
     ]
     if described["backend"] == "vllm":
         lines.append(
-            "engine starts: one of vLLM with the plugin, within the budget; stock vLLM before and "
-            "after, beyond it"
+            "engine starts: one of vLLM with the plugin, within the budget, and one more each time "
+            "the sweep is resumed; stock vLLM before and after, beyond it"
         )
     return "\n".join(lines)
 

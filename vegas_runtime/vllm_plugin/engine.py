@@ -59,6 +59,7 @@ class VllmEngine:
 
     Attributes:
         num_starts: how often it was started.
+        restarts_s: what all of its starts but the first took, seconds.
         memory: what became of the GPU memory when it ended last; unknown before that.
 
     Raises:
@@ -92,6 +93,7 @@ class VllmEngine:
         self._limit: int | None = None
         self._prepared = ""
         self.num_starts = 0
+        self.restarts_s = 0.0
         self.memory: MemoryCheck = UNKNOWN
         self._guard: MemoryGuard | None = None
         self._held_s = 0.0
@@ -374,8 +376,11 @@ class VllmEngine:
             if self._guard is not None:
                 # It would find too little memory, and say so in words of its own after a minute.
                 self._guard.look().refuse_held("vLLM")
-            config = self._config
-            self._start()
+            config, started_s = self._config, self.now_s()
+            try:
+                self._start()
+            finally:
+                self.restarts_s += self.now_s() - started_s
             self._apply(config, None)
         return self._alive()
 
