@@ -13,7 +13,8 @@ call can be captured in a CUDA graph and replayed with other lengths:
       draft         per layer: one row a request over its list and tail
 
 `methods.py` says what a method's lists come from, `switches.py` what a running engine may change,
-`collector_parts.py` which paths are taken and what every buffer holds.
+`collector_parts.py` which paths are taken and what every buffer holds, `drafting.py` what draft
+steps do with the lists.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from torch import Tensor
 from vegas_runtime.config import Granularity, Rows, SpeculationConfig
 from vegas_runtime.errors import ConfigError
 from vegas_runtime.vllm_plugin.collector_parts import make_parts
+from vegas_runtime.vllm_plugin.drafting import Drafting
 from vegas_runtime.vllm_plugin.geometry import AttentionShape, Limits
 from vegas_runtime.vllm_plugin.late_rows import AcceptedStep
 from vegas_runtime.vllm_plugin.listing import Listing
-from vegas_runtime.vllm_plugin.methods import DraftKind
 from vegas_runtime.vllm_plugin.prompt_lists import PromptLists
 from vegas_runtime.vllm_plugin.switches import Switches
-from vegas_runtime.vllm_plugin.triton_select import Units
 from vegas_runtime.vllm_plugin.triton_steps import step_lengths
 from vegas_runtime.vllm_plugin.verification import EngineCall
 
 
-class Collector:
+class Collector(Drafting):
     """Scores, selection and draft attention of one worker.
 
     Args:
@@ -58,7 +58,6 @@ class Collector:
         draft_path: the draft attention taken.
         draft_reason: why that one.
         max_budget: entries a list holds.
-        pages: Quest's bounds, None where no method needs them.
         num_bytes: memory held, for the engine's memory profile.
 
     Raises:
@@ -79,26 +78,25 @@ class Collector:
         algorithms: Sequence[str] = (),
         rows: Sequence[Rows] = (),
     ) -> None:
-        self._switches = Switches(config, device, algorithms=algorithms, rows=rows)
-        self._limits, self._ratio, self._min_tokens = limits, ratio, min_tokens
+        switches = Switches(config, device, algorithms=algorithms, rows=rows)
+        self._limits = limits
         self._parts = parts = make_parts(
             shape,
             limits,
-            self._switches,
+            switches,
             device=device,
             ratio=ratio,
             min_tokens=min_tokens,
             path=path,
             draft_path=draft_path,
         )
+        super().__init__(parts, switches, ratio=ratio, min_tokens=min_tokens)
         self.path, self.reason = parts.path, parts.reason
         self.draft_path, self.draft_reason = parts.draft_path, parts.draft_reason
-        self._scoring, self._verify, self._draft = parts.scoring, parts.verify, parts.draft
-        self._lengths, self._listings = parts.lengths, parts.listings
-        self._after, self.pages = parts.after, parts.pages
+        self._scoring, self._lengths = parts.scoring, parts.lengths
+        self._after = parts.after
         self.max_budget = limits.capacity
         self._given_rows: Tensor | None = None
-        self.use_lists(self._switches.kind)
 
     @property
     def num_bytes(self) -> int:
@@ -131,16 +129,6 @@ class Collector:
         return self._switches.slowed_by
 
     @property
-    def list_shapes(self) -> tuple[DraftKind, ...]:
-        """What drafts are captured for: shapes of lists, and whether the query lists pages."""
-        return self._switches.kinds
-
-    @property
-    def list_shape(self) -> DraftKind:
-        """That of the next draft step."""
-        return self._kind
-
-    @property
     def waits(self) -> bool:
         """Whether the method in force makes its lists behind the accept test."""
         return self._switches.source in ("accepted", "prompt")
@@ -154,10 +142,6 @@ class Collector:
     def prompt_lists(self) -> PromptLists:
         """What such a method holds of every request."""
         return self._after.prompt_lists
-
-    def use_lists(self, kind: DraftKind) -> None:
-        """Let draft steps run as one of `list_shapes`."""
-        self._kind, self._listing = kind, self._listings[kind.per_head]
 
     def set_algorithm(self, algorithm: str) -> None:
         """Draft with another method from the next step on.
@@ -384,100 +368,6 @@ class Collector:
             keys: [blocks, block size, Hkv, D] view of each layer's K.
         """
         self._after.warm_up(keys)
-
-    def begin_draft(
-        self, *, block_table: Tensor, seq_lens: Tensor, request_ids: Tensor | None = None
-    ) -> None:
-        """Prepare a draft step, before its first layer.
-
-        Args:
-            block_table: [B, blocks] int32.
-            seq_lens: [B] int32 tokens cached, the draft step's own included; 0 for padding.
-            request_ids: as in `begin_step`.
-        """
-        B = seq_lens.shape[0]
-        listing = self._listing
-        lists = listing.lists.first(B)
-        if self._kind.by_query:
-            assert self.pages is not None
-            self.pages.begin_draft(seq_lens, lists)
-        else:
-            listing.begin_draft(
-                seq_lens,
-                block_table=block_table,
-                window=self._switches.window,
-                is_dense=self._switches.source == "everything",
-                ratio=self._ratio,
-                min_tokens=self._min_tokens,
-            )
-        self._draft.begin(lists, seq_lens)
-
-    def draft(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        """A draft step's attention: each request's list and tail.
-
-        Args:
-            layer: as in `verify`.
-            q: [B, H, D], one row a request.
-            k: as in `verify`.
-            v: likewise.
-            block_table: [B, blocks] int32.
-            seq_lens: [B] int32, as in `begin_draft`.
-            out: [B, H, D], written; undefined for padding.
-            sinks: [H] or None.
-        """
-        B = seq_lens.shape[0]
-        lists = self._listing.lists.first(B)
-        if self._kind.by_query:
-            assert self.pages is not None
-            self.pages.select(
-                layer,
-                q,
-                block_table=block_table,
-                seq_lens=seq_lens,
-                units=self.units,
-                with_tail=self._draft.with_tail,
-                lists=lists,
-            )
-        self._draft.attend(
-            q,
-            k,
-            v,
-            entries=lists.of_layer(layer),
-            lists=lists,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            out=out,
-            lse=self._verify.draft_lse(layer, B),
-            sinks=sinks,
-        )
-
-    def selected(self, layer: int, batch: int) -> tuple[Tensor, Tensor]:
-        """Entries [batch, 1 or Hkv, width] of a layer's lists and their counts [batch].
-
-        Entries are units of the draft attention (`Units`); for looking at, not for the hot path.
-        """
-        lists = self._listing.lists.first(batch)
-        return lists.of_layer(layer), lists.counts
-
-    def codes(self, layer: int, batch: int) -> Tensor | None:
-        """Score codes [batch, 1 or Hkv, n] of a layer, or of the last one where one is kept."""
-        return self._listing.codes(layer, 0, batch)
-
-    @property
-    def units(self) -> Units:
-        """How entries of the lists in use are addressed in the bound cache."""
-        return self._listing.units
 
     @property
     def _scored(self) -> Listing | None:
