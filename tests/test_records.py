@@ -5,7 +5,6 @@ import json
 import os
 import tempfile
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +48,13 @@ def test_duration_is_the_sum_of_the_phases() -> None:
 
 
 def test_a_run_reads_back_from_plain_values() -> None:
-    assert StepRecord.from_dict(asdict(STEP)) == STEP
+    assert StepRecord.from_dict(STEP.to_dict()) == STEP
     assert Run.from_dict(RUN.to_dict()) == RUN
     assert Run.from_dict(json.loads(json.dumps(RUN.to_dict()))) == RUN
 
 
 def test_times_are_kept_to_the_microsecond() -> None:
-    step = StepRecord.from_dict(asdict(STEP) | {"draft_s": 0.123456789})
+    step = StepRecord.from_dict(STEP.to_dict() | {"draft_s": 0.123456789})
     run = Run(config=RUN.config, batch_size=2, steps=(step,), elapsed_s=1.00000049)
     values = run.to_dict()
     assert values["steps"][0]["draft_s"] == 0.123457

@@ -112,7 +112,7 @@ def _rows(arrays: Arrays) -> list[dict[str, Any]]:
 
 
 def _steps(arrays: Arrays) -> list[dict[str, Any]]:
-    """Every step as `dataclasses.asdict` gives it, lists for tuples."""
+    """Every step as `StepRecord.to_dict` gives it, lists for tuples."""
     sizes = arrays["num_entries"]
     ends = np.cumsum(sizes).tolist()
     starts = [0, *ends[:-1]]

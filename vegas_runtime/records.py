@@ -7,9 +7,9 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import StorageError
@@ -53,14 +53,26 @@ class StepRecord:
         """Wall time of the step."""
         return self.draft_s + self.select_s + self.verify_s + self.other_s
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by field name; times rounded to the microsecond.
+
+        Not `dataclasses.asdict`, which copies every number of every tuple: a pass has thousands.
+        """
+        values = {name: getattr(self, name) for name in _STEP_FIELDS}
+        return values | {name: round(values[name], 6) for name in _PHASES}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`, lists read as tuples."""
+        """Inverse of `to_dict`, lists read as tuples."""
         plain: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in values.items()
         }
         return cls(**plain)
+
+
+_STEP_FIELDS: Final = tuple(field.name for field in fields(StepRecord))
+_PHASES: Final = ("draft_s", "select_s", "verify_s", "other_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +101,16 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; times rounded to the microsecond."""
-        values = asdict(self)
-        values["elapsed_s"] = round(self.elapsed_s, 6)
-        if not self.num_prompt_tokens:
-            del values["num_prompt_tokens"], values["num_cached_tokens"]
-        for step in values["steps"]:
-            for phase in ("draft_s", "select_s", "verify_s", "other_s"):
-                step[phase] = round(step[phase], 6)
+        values: dict[str, Any] = {
+            "config": self.config.to_dict(),
+            "batch_size": self.batch_size,
+            "steps": tuple(step.to_dict() for step in self.steps),
+            "elapsed_s": round(self.elapsed_s, 6),
+            "outputs_sha256": self.outputs_sha256,
+        }
+        if self.num_prompt_tokens:
+            values["num_prompt_tokens"] = self.num_prompt_tokens
+            values["num_cached_tokens"] = self.num_cached_tokens
         return values
 
     @classmethod

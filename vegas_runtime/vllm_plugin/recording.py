@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 from vegas_runtime.records import StepRecord
@@ -58,7 +58,7 @@ class EngineStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values by field name."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -113,9 +113,7 @@ def join_times(
         int(row["step"]): {name: float(row[name]) for name in row if name != "step"}
         for row in times
     }
-    return [
-        EngineStep(**{**asdict(step), "phases_s": by_number.get(step.number, {})}) for step in steps
-    ]
+    return [replace(step, phases_s=by_number.get(step.number, {})) for step in steps]
 
 
 class StepRecorder:
