@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ from vegas_runtime.records import Run, StepRecord
 from vegas_tune.measure import Measurement, measure
 from vegas_tune.steady import (
     Unsteady,
+    kendall_tau,
     neighbour_correlation,
     relative_trend,
     steady_steps,
+    theil_sen_slope,
     trend_p_value,
 )
 
@@ -150,6 +154,19 @@ def test_a_trend_in_noise_is_found() -> None:
     values = 1 + np.linspace(0, 0.2, 20) + 0.02 * np.random.default_rng(4).standard_normal(20)
     assert trend_p_value(values) < 0.001
     assert relative_trend(values) == pytest.approx(0.2 / 1.1, abs=0.03)
+
+
+def test_slope_and_tau_are_scipy_s() -> None:
+    from scipy.stats import kendalltau, theilslopes
+
+    random = np.random.default_rng(6)
+    for count in (2, 3, 10, 20, 21):
+        for values in (random.standard_normal(count), random.integers(0, 3, count).astype(float)):
+            assert theil_sen_slope(values) == theilslopes(values).slope
+            tau = kendalltau(np.arange(count), values).statistic
+            # The order of two divisions is not the same.
+            assert kendall_tau(values) == pytest.approx(tau, rel=1e-14, nan_ok=True)
+    assert math.isnan(kendall_tau(np.ones(5)))
 
 
 def test_equal_values_have_no_trend_and_no_correlation() -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import UsageError
@@ -125,6 +124,9 @@ def _fitted(rows: Sequence[tuple[list[float], float]], width: int) -> FloatArray
     values = np.array([value for _, value in rows])
     weights = 1 / np.maximum(values, 1e-9)
     scale = np.maximum(terms.max(axis=0), 1e-9)
+    # See `plan._Curve`.
+    from scipy.optimize import nnls
+
     factors, _ = nnls(terms / scale * weights[:, None], values * weights)
     fitted: FloatArray = factors / scale
     return fitted

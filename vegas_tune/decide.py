@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 from scipy.special import ndtr, ndtri, stdtrit
 
 from vegas_runtime.config import SpeculationConfig
@@ -157,6 +156,9 @@ def _relative_acceptance(counts: Mapping[float, RequestCounts], seed: int) -> di
     ratios = sorted(counts)
     reference = counts[ratios[-1]]
     requests = sorted(reference)
+    # See `plan._Curve`.
+    from scipy.optimize import isotonic_regression
+
     weights = np.vstack([np.ones(len(requests)), resample_weights(len(requests), seed)])
     columns, sizes = [], []
     for ratio in ratios:

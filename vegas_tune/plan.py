@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import MAX_SPECULATIVE_TOKENS, SpeculationConfig
@@ -431,17 +431,20 @@ class _Curve:
         positions = sorted(values)
         means = np.array([float(np.mean(values[position])) for position in positions])
         if rises and positions:
+            # Half a second to import, which no command waits for that only reads or refuses.
+            from scipy.optimize import isotonic_regression
+
             weights = np.array([len(values[position]) for position in positions], dtype=float)
             means = isotonic_regression(means, weights=weights).x
-        self._positions = np.array(positions, dtype=float)
+        known = np.array(positions, dtype=float)
+        self._known = np.log(known) if is_log else known
         self._means = means
 
     def __call__(self, position: float) -> float:
-        if not len(self._positions):
+        if not len(self._known):
             return float("nan")
-        known = np.log(self._positions) if self._is_log else self._positions
-        wanted = np.log(position) if self._is_log else position
-        return float(np.interp(wanted, known, self._means))
+        wanted = math.log(position) if self._is_log else position
+        return float(np.interp(wanted, self._known, self._means))
 
 
 def _longest_mean(survivals: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -20,7 +20,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
-from scipy.stats import kendalltau, theilslopes
 
 from vegas_runtime.records import Run, StepRecord
 
@@ -181,18 +180,35 @@ def _trend(steps: Sequence[StepRecord]) -> str | None:
 
 def relative_trend(values: FloatArray) -> float:
     """Change from start to end by the Theil-Sen line, over the median."""
-    slope = float(theilslopes(values).slope)
-    return slope * (len(values) - 1) / float(np.median(values))
+    return theil_sen_slope(values) * (len(values) - 1) / float(np.median(values))
+
+
+# Two lines each over a few dozen values; importing `scipy.stats` for them takes every process that
+# measures or decides about a second.
+def theil_sen_slope(values: FloatArray) -> float:
+    """The median slope over all pairs of values, per place; of at least two."""
+    early, late = np.triu_indices(len(values), 1)
+    return float(np.median((values[late] - values[early]) / (late - early)))
+
+
+def kendall_tau(values: FloatArray) -> float:
+    """Kendall's tau-b between values and their places; NaN where all values are equal."""
+    early, late = np.triu_indices(len(values), 1)
+    rises = np.sign(values[late] - values[early])
+    untied = int(np.count_nonzero(rises))
+    if untied == 0:
+        return math.nan
+    return float(rises.sum()) / math.sqrt(len(rises)) / math.sqrt(untied)
 
 
 def trend_p_value(values: FloatArray) -> float:
     """Mann-Kendall, two-sided, with the variance widened for correlation of neighbours."""
     count = len(values)
     order = np.arange(count)
-    tau = float(kendalltau(order, values).statistic)
+    tau = kendall_tau(values)
     if not math.isfinite(tau):
         return 1.0
-    residual = values - theilslopes(values).slope * order
+    residual = values - theil_sen_slope(values) * order
     residual = residual - residual.mean()
     rho = neighbour_correlation(residual)
     variance = 2 * (2 * count + 5) / (9 * count * (count - 1)) * (1 + rho) / (1 - rho)
