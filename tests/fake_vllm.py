@@ -259,8 +259,10 @@ class FakeEngineCore:
             return []
         drafted = len(order.scheduled_spec_decode_tokens.get(request_id, ()))
         p = self._shape.agreement(self.setting["sparsity_ratio"])
-        kept = int(np.cumprod(random.random(drafted) < p).sum()) if drafted else 0
-        return [int(token) for token in random.integers(0, 100, kept + 1)]
+        draws = random.random(drafted).tolist()
+        kept = next((place for place, draw in enumerate(draws) if draw >= p), drafted)
+        tokens: list[int] = random.integers(0, 100, kept + 1).tolist()
+        return tokens
 
 
 class FakeCore:

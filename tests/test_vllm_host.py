@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import pickle
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,22 +156,21 @@ def test_plugins_are_chosen_by_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-def _run(arm: str, folder: Path) -> dict[str, Any]:
-    return report_of("vllm_engine_scenarios.py", arm, str(folder), timeout_s=500)
+def arms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return report_of("vllm_engine_scenarios.py", str(folder), timeout_s=500)
 
 
 @pytest.fixture(scope="module")
-def stock(folder: Path) -> dict[str, Any]:
-    return _run("stock", folder)
+def stock(arms: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = arms["stock"]
+    return found
 
 
 @pytest.fixture(scope="module")
-def plugin(folder: Path, stock: dict[str, Any]) -> dict[str, Any]:
-    return _run("plugin", folder)
+def plugin(arms: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = arms["plugin"]
+    return found
 
 
 def _steps(run: dict[str, Any]) -> tuple[StepRecord, ...]:
@@ -234,9 +232,9 @@ def test_each_arm_says_what_it_is(stock: dict[str, Any], plugin: dict[str, Any])
 
 @pytest.mark.parametrize("name", ["ngram", "draft_model"])
 def test_what_vllm_s_own_method_accepts_is_what_its_scheduler_counts(
-    name: str, folder: Path
+    name: str, arms: dict[str, Any]
 ) -> None:
-    report = _run(name, folder)
+    report = arms[name]
     run = Run.from_dict(report["run"])
     assert run.config.algorithm == name
     assert run.num_cached_tokens > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +117,28 @@ def _sweep(model: Path, run_dir: Path, **changes: Any) -> SweepOutcome:
     return tune.run(request, SweepProgress("vegas-tune sweep ..."))
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A finished sweep: what it found, the engines it took, what it told."""
+
+    outcome: SweepOutcome
+    garage: Garage
+    told: str
+
+    def copy(self, folder: Path) -> Path:
+        """The run's folder, to go on in."""
+        return Path(shutil.copytree(self.outcome.path.parent, folder))
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The sweep that every test looks at which changes nothing about it."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as told:
+        garage = Garage(patch)
+        outcome = _sweep(model, tmp_path_factory.mktemp("finished") / "run")
+    return Finished(outcome, garage, told.getvalue())
+
+
 def _rate(gamma: int, ratio: float) -> float:
     """The fake's throughput but for what ends and starts, up to a factor."""
     p = FAST.agreement(ratio)
@@ -123,9 +149,9 @@ def _rate(gamma: int, ratio: float) -> float:
 
 
 def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
-    model: Path, tmp_path: Path, garage: Garage, capsys: pytest.CaptureFixture[str]
+    finished: Finished,
 ) -> None:
-    outcome = _sweep(model, tmp_path / "run")
+    outcome, garage = finished.outcome, finished.garage
     assert outcome.result.status == "validated", outcome.result.reason
     assert garage.starts == ["stock", "plugin", "stock"]
     assert all(child.is_ended for child in garage.children)
@@ -156,13 +182,13 @@ def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
     assert "1 start of the tuned engine, 2 of stock vLLM" in printed
     assert "against stock vLLM: " in printed
     assert outcome.to_dict()["engine_use"]["engine_starts"] == 1
-    assert "stock vLLM, before the sweep" in capsys.readouterr().err
+    assert "stock vLLM, before the sweep" in finished.told
 
 
 def test_a_profile_of_vllm_is_checked_on_vllm(
-    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+    model: Path, finished: Finished, garage: Garage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcome = _sweep(model, tmp_path / "run")
+    outcome = finished.outcome
     monkeypatch.setattr(checking, "open_vllm", garage.open)
     monkeypatch.setattr(checking, "choose_backend", lambda: ("vllm", "because"))
     verdict = checking.run(
@@ -176,7 +202,7 @@ def test_a_profile_of_vllm_is_checked_on_vllm(
         device="auto",
         report=lambda _: None,
     )
-    assert garage.starts == ["stock", "plugin", "stock", "plugin"]
+    assert garage.starts == ["plugin"]
     assert garage.children[-1].is_ended
     assert [one.tier for one in verdict.verdicts] == ["replay", "acceptance", "speedup"]
     assert verdict.status != "regressed", verdict.to_text()
@@ -185,21 +211,17 @@ def test_a_profile_of_vllm_is_checked_on_vllm(
     assert outcome.result.selected.sparsity_ratio <= last.max_ratio
 
 
-def test_both_arms_are_sized_alike_and_for_the_workload(
-    model: Path, tmp_path: Path, garage: Garage
-) -> None:
-    _sweep(model, tmp_path / "run")
-    first, *others = garage.capacities
+def test_both_arms_are_sized_alike_and_for_the_workload(finished: Finished) -> None:
+    first, *others = finished.garage.capacities
+    assert len(others) == 2
     assert all(capacity == first for capacity in others)
     assert first.batch_size == 4
     assert first.gammas == (0, *GAMMAS)
     assert first.max_ratio == 0.3
 
 
-def test_the_serving_block_is_what_the_plugin_reads(
-    model: Path, tmp_path: Path, garage: Garage
-) -> None:
-    outcome = _sweep(model, tmp_path / "run")
+def test_the_serving_block_is_what_the_plugin_reads(model: Path, finished: Finished) -> None:
+    outcome = finished.outcome
     profile = load_profile(outcome.path)
     rendered = yaml.safe_load(render(profile, "yaml", model=str(model / "model")))
     assert rendered["max-num-seqs"] == 4
@@ -227,12 +249,12 @@ def test_a_slower_plugin_engine_shows_against_stock_and_not_against_gamma_0(
 
 
 def test_the_same_command_again_measures_nothing_and_starts_no_stock_engine(
-    model: Path, tmp_path: Path, garage: Garage
+    model: Path, tmp_path: Path, finished: Finished, garage: Garage
 ) -> None:
-    first = _sweep(model, tmp_path / "run")
+    first = finished.outcome
     before = first.path.read_bytes()
-    again = _sweep(model, tmp_path / "run")
-    assert garage.starts == ["stock", "plugin", "stock", "plugin"]
+    again = _sweep(model, finished.copy(tmp_path / "run"))
+    assert garage.starts == ["plugin"]
     assert again.result.selected == first.result.selected
     older, newer = yaml.safe_load(before), yaml.safe_load(again.path.read_bytes())
     assert newer["results"] == older["results"]
@@ -278,10 +300,8 @@ def test_the_first_interrupt_lets_a_pass_of_stock_vllm_finish(
     assert len(list((tmp_path / "run" / "records").glob("0-stock.*"))) == 2, "that one included"
 
 
-def test_stock_is_evidence_and_no_decision_rests_on_it(
-    model: Path, tmp_path: Path, garage: Garage
-) -> None:
-    outcome = _sweep(model, tmp_path / "run")
+def test_stock_is_evidence_and_no_decision_rests_on_it(finished: Finished) -> None:
+    outcome = finished.outcome
     plan, outcomes = unpack_records(outcome.path.parent / "records.npz")
     stock = [one for one in outcomes if one.point.step == STOCK]
     assert len(stock) == 2 * PASSES
