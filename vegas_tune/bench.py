@@ -75,6 +75,8 @@ class Bench:
         # What engine starts took of what is spent, and how many outcomes the last one came after.
         self._starts_s = 0.0
         self._last_start = 0
+        # The last one asked for, and how many outcomes it knew.
+        self._guess: tuple[int, Predictor | None] = (0, None)
 
     @property
     def spent_s(self) -> float:
@@ -175,8 +177,12 @@ class Bench:
 
     def predictor(self) -> Predictor:
         """A guess at every setting, from all that is measured so far."""
-        pairs = ((measured.point.config, measured.figures) for measured in self.measured())
-        return Predictor(self._plan.batch_size, pairs)
+        known, predictor = self._guess
+        if predictor is None or known != len(self.outcomes):
+            pairs = ((measured.point.config, measured.figures) for measured in self.measured())
+            predictor = Predictor(self._plan.batch_size, pairs)
+            self._guess = len(self.outcomes), predictor
+        return predictor
 
     # ------------------------------------------------------------------ cost
 
