@@ -17,6 +17,7 @@ from vegas_runtime.gpu_memory import (
     MemoryCheck,
     MemoryGuard,
     first_device,
+    first_devices,
     used_bytes,
     worst,
 )
@@ -67,6 +68,24 @@ def test_the_worst_check_speaks_for_all() -> None:
     assert worst(FREE, UNKNOWN, HELD) == HELD
     assert worst(FREE, UNKNOWN) == UNKNOWN
     assert worst(FREE) == FREE
+    assert worst(MemoryCheck(state="held", held_bytes=2 * GIB), HELD) == HELD
+
+
+@pytest.mark.parametrize(
+    ("now", "check"),
+    [
+        pytest.param({0: GIB, "GPU-5f": 2 * GIB}, FREE, id="all-free"),
+        pytest.param({0: GIB, "GPU-5f": 5 * GIB}, HELD, id="second-held"),
+        pytest.param({0: 3 * GIB, "GPU-5f": 5 * GIB}, HELD, id="most-held"),
+        pytest.param({0: None, "GPU-5f": 5 * GIB}, HELD, id="held-beside-unknown"),
+        pytest.param({0: GIB, "GPU-5f": None}, UNKNOWN, id="second-unknown"),
+    ],
+)
+def test_every_device_of_a_guard_is_looked_at(now: dict[Any, int | None], check: Any) -> None:
+    used: dict[Any, int | None] = {0: GIB, "GPU-5f": 2 * GIB}
+    guard = MemoryGuard(0, "GPU-5f", used=lambda device: used[device])
+    used.update(now)
+    assert guard.look() == check
 
 
 # ------------------------------------------------------------------ who tells
@@ -136,5 +155,9 @@ def test_names_of_nvml_exist() -> None:
 def test_the_first_device_is_the_first_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", " 2, GPU-5f")
     assert first_device() == 2
+    assert first_devices(2) == (2, "GPU-5f")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert first_devices(3) == (0, 1, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f")
+    assert first_devices(2) == ("GPU-5f",), "no more than may be seen"
     assert MemoryGuard(used=lambda device: 1 if device == "GPU-5f" else None).look() == FREE

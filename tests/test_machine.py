@@ -119,6 +119,26 @@ def test_a_driver_tool_that_does_not_tell_leaves_the_fact_out(
     assert "power_limit_w" not in machine.device_facts()
 
 
+def test_gpus_are_counted_by_what_may_be_used_then_by_the_driver_tool(
+    gpu_machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    gpu_machine.tool.write_text(
+        '#!/bin/sh\ncase "$*" in *=index*-i*) exit 9;; *=index*) printf "0\\n1\\n2\\n";; esac\n'
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.num_gpus() == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    assert machine.num_gpus() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.num_gpus() == 0
+    assert "torch" not in sys.modules
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert machine.num_gpus() is None
+
+
 def test_a_driver_without_a_usable_gpu_means_the_cpu(gpu_machine: SimpleNamespace) -> None:
     gpu_machine.torch.cuda.is_available = lambda: False
 

@@ -32,9 +32,9 @@ from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
-from vegas_runtime.vllm_plugin.child import other_plugins, root_cause
+from vegas_runtime.vllm_plugin.child import Child, other_plugins, root_cause
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY, translate
-from vegas_runtime.vllm_plugin.core import CoreOutput, Emission
+from vegas_runtime.vllm_plugin.core import CoreFacts, CoreOutput, Emission
 from vegas_runtime.vllm_plugin.driving import request_seed
 from vegas_runtime.vllm_plugin.engine import MAX_STARTS, VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import (
@@ -651,7 +651,7 @@ def test_a_start_that_hangs_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_stays_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([1 << 30, *[9 << 30] * 10_000])
     monkeypatch.setattr(
-        child_module, "MemoryGuard", lambda: MemoryGuard(0, used=lambda _: next(used))
+        child_module, "MemoryGuard", lambda _: MemoryGuard(0, used=lambda _: next(used))
     )
     monkeypatch.setattr(child_module, "_FREE_TIMEOUT_S", 0.3)
     told: list[str] = []
@@ -718,6 +718,28 @@ def test_starting_again_is_told_apart_from_measuring() -> None:
     assert (second.attempt, second.load_s) == (1, pytest.approx(40.0, abs=0.1))
     assert second.preparation_s < 10.0
     assert engine.restarts_s == pytest.approx(40.0, abs=0.1)
+
+
+def test_time_on_several_gpus_is_their_sum() -> None:
+    engine, _ = inline_engine(start_s=40.0, size=capacity(tensor_parallel_size=4))
+    assert engine.held_s == pytest.approx(160.0)
+
+
+def test_every_gpu_of_a_split_model_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-5f,1")
+    monkeypatch.setattr(child_module.subprocess, "Popen", lambda *_, **__: None)
+    guarded: list[tuple[int | str, ...]] = []
+    monkeypatch.setattr(child_module, "MemoryGuard", lambda *devices: guarded.append(devices))
+
+    def opened(self: Child, *_: Any, **__: Any) -> CoreFacts:
+        self._log.unlink()
+        raise BackendError("seen")
+
+    monkeypatch.setattr(Child, "ask", opened)
+    for size in (1, 2):
+        with pytest.raises(BackendError, match="seen"):
+            VllmEngine(checkpoint(), capacity(tensor_parallel_size=size))
+    assert guarded == [(6,), (6, "GPU-5f")]
 
 
 def test_an_interrupted_answer_is_never_taken_for_the_next_one() -> None:

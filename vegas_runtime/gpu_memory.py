@@ -1,4 +1,4 @@
-"""Whether a GPU's memory came back after the processes that used it had ended.
+"""Whether memory of GPUs came back after the processes that used it had ended.
 
 The driver frees a dead process's memory late, and an engine that hangs in the driver may keep it.
 The next engine must not meet it, so it is looked for: through NVML (extra `gpu`), else through
@@ -68,39 +68,36 @@ UNKNOWN: Final = MemoryCheck(state="unknown")
 
 
 def worst(*checks: MemoryCheck) -> MemoryCheck:
-    """The check that is most to worry about: held, then unknown, then free."""
+    """The check that is most to worry about: most bytes held, then unknown, then free."""
     order = ("held", "unknown", "free")
-    return min(checks, key=lambda check: order.index(check.state))
+    return min(checks, key=lambda check: (order.index(check.state), -check.held_bytes))
 
 
 class MemoryGuard:
     """Notes what is in use before a process starts, and finds whether it came back.
 
     Args:
-        device: number or UUID; the first that this process may use by default.
+        devices: numbers or UUIDs; the first that this process may use by default.
         used: tells the bytes in use on a device; None where that is not known.
     """
 
     def __init__(
-        self,
-        device: Device | None = None,
-        *,
-        used: Callable[[Device], int | None] | None = None,
+        self, *devices: Device, used: Callable[[Device], int | None] | None = None
     ) -> None:
-        self._device = first_device() if device is None else device
         self._used = used or used_bytes
-        self._before = self._used(self._device)
+        self._before = {device: self._used(device) for device in devices or first_devices(1)}
 
     def look(self) -> MemoryCheck:
-        """The memory now."""
-        if self._before is None:
+        """The memory now, of the device where it is worst."""
+        return worst(*(self._look(device, before) for device, before in self._before.items()))
+
+    def _look(self, device: Device, before: int | None) -> MemoryCheck:
+        used = None if before is None else self._used(device)
+        if before is None or used is None:
             return UNKNOWN
-        used = self._used(self._device)
-        if used is None:
-            return UNKNOWN
-        if used <= self._before + SLACK_BYTES:
+        if used <= before + SLACK_BYTES:
             return MemoryCheck(state="free")
-        return MemoryCheck(state="held", held_bytes=used - self._before)
+        return MemoryCheck(state="held", held_bytes=used - before)
 
     def wait(self, patience_s: float) -> MemoryCheck:
         """The memory once it is free, or after that many seconds."""
@@ -112,8 +109,13 @@ class MemoryGuard:
 
 def first_device() -> Device:
     """The first GPU this process may use: its number, or its UUID."""
+    return first_devices(1)[0]
+
+
+def first_devices(count: int) -> tuple[Device, ...]:
+    """The first GPUs this process may use, fewer where it may not use as many."""
     names = visible_gpus()
-    return as_device(names[0]) if names else 0
+    return tuple(map(as_device, names[:count])) if names else tuple(range(count))
 
 
 def as_device(name: str) -> Device:

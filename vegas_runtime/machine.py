@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vegas_runtime import __version__
+from vegas_runtime.config import visible_gpus
 
 _PACKAGES: Final = ("torch", "transformers", "vllm")
 _CPUINFO: Final = Path("/proc/cpuinfo")
@@ -74,6 +75,15 @@ def runtime_facts(kind: str | None = None) -> dict[str, Any]:
 def has_nvidia_driver() -> bool:
     """Whether asking torch for CUDA devices can be worth its import time."""
     return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
+
+
+def num_gpus() -> int | None:
+    """GPUs this process may use, found without loading CUDA; None where nothing tells."""
+    names = visible_gpus()
+    if names is not None:
+        return len(names)
+    listed = nvidia_smi("index")
+    return len(listed.splitlines()) if listed else None
 
 
 def driver_version() -> str | None:
@@ -138,17 +148,19 @@ def _cuda_facts() -> dict[str, Any]:
     return facts
 
 
-def nvidia_smi(query: str, *, device: str) -> str | None:
-    """One value that only the driver's own tool tells; None where it does not.
+def nvidia_smi(query: str, *, device: str | None = None) -> str | None:
+    """A value that only the driver's own tool tells; None where it does not.
 
     Args:
         query: a field of `--query-gpu`.
-        device: number or UUID.
+        device: number or UUID; by default all of the machine's, one a line.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", device]
+    command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    if device is not None:
+        command += ["-i", device]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from vegas_runtime.config import child_environment
 from vegas_runtime.errors import BackendError, ConfigError
-from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
+from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard, first_devices
 
 Launch = Callable[[bool], "Child"]
 Report = Callable[[str], None]
@@ -236,23 +236,31 @@ def root_cause(log: str) -> str:
 
 
 def launch_host(
-    is_stock: bool, *, is_alone: bool = True, environment: Mapping[str, str] | None = None
+    is_stock: bool,
+    *,
+    num_gpus: int = 1,
+    is_alone: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Child:
     """Start the process of `host` in a session of its own; it opens an engine when told to.
 
     Args:
         is_stock: keep this project's plugin from being loaded.
+        num_gpus: see `launch`.
         is_alone: see `launch`.
         environment: see `launch`.
     """
     command = [sys.executable, "-m", "vegas_runtime.vllm_plugin.host"]
-    return launch(command, is_stock=is_stock, is_alone=is_alone, environment=environment)
+    return launch(
+        command, is_stock=is_stock, num_gpus=num_gpus, is_alone=is_alone, environment=environment
+    )
 
 
 def launch(
     command: list[str],
     *,
     is_stock: bool,
+    num_gpus: int = 1,
     is_alone: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Child:
@@ -261,6 +269,7 @@ def launch(
     Args:
         command: the pipe's file descriptor is appended to it.
         is_stock: keep this project's plugin from being loaded.
+        num_gpus: how many it uses, the first that this process may use.
         is_alone: no other engine starts or ends meanwhile, so that what is in use afterwards tells
             whether the memory came back.
         environment: variables that differ from this process's.
@@ -269,7 +278,7 @@ def launch(
     if is_stock:
         changes["VLLM_PLUGINS"] = other_plugins()
     handle, name = tempfile.mkstemp(prefix="vegas-vllm-", suffix=".log")
-    guard = MemoryGuard() if is_alone else None
+    guard = MemoryGuard(*first_devices(num_gpus)) if is_alone else None
     ours, theirs = Pipe()
     with os.fdopen(handle, "wb") as log, theirs:
         process = subprocess.Popen(

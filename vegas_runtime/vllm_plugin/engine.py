@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -54,7 +55,7 @@ class VllmEngine:
         is_stock: leave the plugin out.
         drafting: how stock vLLM drafts; None for plain decoding.
         report: told what takes long.
-        launch: starts the process that runs vLLM.
+        launch: starts the process that runs vLLM; `launch_host` by default.
         clock: seconds, the same in that process.
 
     Attributes:
@@ -74,7 +75,7 @@ class VllmEngine:
         is_stock: bool = False,
         drafting: StockMethod | None = None,
         report: Report | None = None,
-        launch: Launch = launch_host,
+        launch: Launch | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         assert is_stock or drafting is None, "with the plugin, drafting is the plugin's"
@@ -84,7 +85,8 @@ class VllmEngine:
         self._is_stock = is_stock
         self._drafting = drafting
         self._report = report or _silent
-        self._launch = launch
+        num_gpus = capacity.tensor_parallel_size
+        self._launch = launch or functools.partial(launch_host, num_gpus=num_gpus)
         self._options = engine_options(checkpoint, capacity, is_stock=is_stock, drafting=drafting)
         self._child: Child | None = None
         self._facts: CoreFacts | None = None
@@ -129,9 +131,9 @@ class VllmEngine:
 
     @property
     def held_s(self) -> float:
-        """How long processes of this engine have held the GPU, starts included, seconds."""
+        """Seconds that this engine has held a GPU, starts included; of several GPUs, the sum."""
         running = self._child.age_s if self._child is not None else 0.0
-        return self._held_s + running
+        return (self._held_s + running) * self._capacity.tensor_parallel_size
 
     def configure(self, config: SpeculationConfig) -> None:
         """Change the setting of the running engine, and read it back.
