@@ -16,6 +16,7 @@ from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.gpu_memory import first_device
 from vegas_runtime.records import Run
+from vegas_tune import telemetry
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
 from vegas_tune.laboratory import RETRIED_KINDS, Failed, Measured, Performer
 from vegas_tune.plan import GAMMA, Point
@@ -56,9 +57,13 @@ class Slow(SyntheticEngine):
 
 
 def _perform(*samples: Sample) -> Measured | Failed:
+    return _perform_on(*[Card(*samples)] if samples else [])
+
+
+def _perform_on(*cards: Card) -> Measured | Failed:
     config = SpeculationConfig(num_speculative_tokens=3, sparsity_ratio=0.05)
     point = Point(step=GAMMA, config=config, block=0, replicate=0, max_tokens=400)
-    watch = Watch(Card(*samples) if samples else None, every_s=0.01)
+    watch = Watch(*cards, every_s=0.01)
     return Performer(Slow(PLATEAU), BLOCKS, watch=watch).perform(point, 0, 1e6)
 
 
@@ -93,6 +98,33 @@ def test_a_window_with_throttling_is_rejected_and_kept_with_its_reason(reason: s
     assert "900 MHz" in outcome.reason
     assert outcome.telemetry is not None
     assert reason in outcome.telemetry["reasons"]
+
+
+def test_a_window_is_rejected_by_any_gpu_of_a_split_model_and_names_the_slowest() -> None:
+    braked = replace(COOL, reasons=("hardware power brake",), sm_clock_mhz=1200.0)
+    hot = replace(
+        COOL, reasons=("hardware thermal slowdown",), temperature_c=93.0, sm_clock_mhz=900.0
+    )
+    warm = replace(COOL, temperature_c=95.0)
+    for cards, which in (((COOL, hot), 2), ((hot, braked), 1), ((warm, braked, hot), 3)):
+        outcome = _perform_on(*map(Card, cards))
+        assert isinstance(outcome, Failed)
+        assert outcome.kind == "thermal"
+        assert outcome.reason.startswith(
+            f"GPU {which} of {len(cards)} was slowed down (hardware th"
+        )
+        assert "93 C" in outcome.reason
+        assert "900 MHz" in outcome.reason
+    assert isinstance(_perform_on(Card(COOL), Card(warm)), Measured)
+
+
+def test_figures_are_of_all_gpus_of_a_split_model() -> None:
+    other = replace(COOL, sm_clock_mhz=1500.0, power_w=300.0, temperature_c=80.0)
+    seen = _perform_on(Card(COOL), Card(other)).telemetry
+    assert seen is not None
+    assert seen["sm_clock_mhz"] == [1500.0, 1740.0, 1980.0]
+    assert seen["temperature_c"] == [61.0, 70.5, 80.0]
+    assert seen["num_samples"] % 2 == 0
 
 
 def test_the_evidence_holds_it_and_reads_back() -> None:
@@ -169,6 +201,27 @@ def test_without_a_driver_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) ->
         with watch_for(engine).window() as window:
             pass
         assert window.summary() is None
+
+
+def test_an_engine_s_cards_are_watched_from_the_first_that_may_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int | str] = []
+
+    class Named(Card):
+        def __init__(self, device: int | str) -> None:
+            asked.append(device)
+            super().__init__(COOL)
+
+    monkeypatch.setattr(telemetry, "NvmlGpu", Named)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5f,1")
+    info = SyntheticEngine(PLATEAU).info
+    for device, cards in (({"kind": "cuda"}, [3]), ({"kind": "cuda", "tp": 2}, [3, "GPU-5f"])):
+        asked.clear()
+        with watch_for(replace(info, device=device)).window() as window:
+            pass
+        assert asked == cards
+        assert [len(samples) > 0 for samples in window.samples] == [True] * len(cards)
 
 
 def test_the_card_is_the_first_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

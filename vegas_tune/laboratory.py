@@ -318,7 +318,7 @@ class Performer:
             it is charged to the first result after it that is not tried again, so that none of it
             is lost behind a retry.
         run: makes the pass, from a point and a deadline; `run_point` by default.
-        watch: of the device; of the engine's GPU by default.
+        watch: of the device; of the engine's GPUs by default.
     """
 
     def __init__(
@@ -355,8 +355,8 @@ class Performer:
             except (MemoryError, RuntimeError, OSError, ArithmeticError, BackendError) as error:
                 failure = classify(error)
         seen = window.summary()
-        if failure is None and seen is not None and seen.objection is not None:
-            failure = "thermal", seen.objection
+        if failure is None and window.objection is not None:
+            failure = "thermal", window.objection
         failure = failure or _objection(point, run)
         now_s = self._engine.now_s()
         load_s = self._load_s + _restarts_s(self._engine) - restarts_s

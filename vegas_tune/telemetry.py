@@ -1,4 +1,4 @@
-"""What the GPU did during a measurement: clocks, power, temperature, and why it was slowed down.
+"""What GPUs did during a measurement: clocks, power, temperature, and why they were slowed down.
 
 Read through NVML (package `nvidia-ml-py`, extra `gpu`) twice a second. A window in which the card
 was slowed down by heat or by its power brake is no measurement of a setting. A power cap in
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
 from vegas_runtime.backend import EngineInfo
-from vegas_runtime.gpu_memory import first_device
+from vegas_runtime.gpu_memory import first_devices
 
 SAMPLE_EVERY_S: Final = 0.5
 
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    """The card over one window: smallest, mean and largest of each figure.
+    """The cards over one window: smallest, mean and largest of each figure of a card.
 
     Attributes:
         num_samples: readings taken.
@@ -68,7 +68,7 @@ class Telemetry:
         power_w: power drawn.
         temperature_c: of the chip.
         reasons: every reason met for a lower clock.
-        num_foreign: processes of others met on the card; None where it cannot be told, as in a
+        num_foreign: processes of others met on the cards; None where it cannot be told, as in a
             container, whose process numbers are not the driver's.
     """
 
@@ -97,14 +97,17 @@ class Telemetry:
             num_foreign=len(met - own_pids) if met & own_pids else None,
         )
 
-    @property
-    def objection(self) -> str | None:
-        """Why this window does not count; None when it does."""
+    def objection(self, whose: str = "the GPU") -> str | None:
+        """Why this window does not count; None when it does.
+
+        Args:
+            whose: what to call the card.
+        """
         bad = sorted(REJECTED.intersection(self.reasons))
         if not bad:
             return None
         return (
-            f"the GPU was slowed down ({', '.join(bad)}; up to {self.temperature_c[2]:.0f} C, "
+            f"{whose} was slowed down ({', '.join(bad)}; up to {self.temperature_c[2]:.0f} C, "
             f"clock down to {self.sm_clock_mhz[0]:.0f} MHz): let it cool, or improve its cooling."
         )
 
@@ -128,27 +131,27 @@ class Gpu(Protocol):
 
 
 class Watch:
-    """Reads a card in the background while a measurement runs.
+    """Reads cards in the background while a measurement runs.
 
     Args:
-        gpu: the card; None watches nothing.
+        gpus: the cards; without any, nothing is watched.
         every_s: time between readings.
     """
 
-    def __init__(self, gpu: Gpu | None, *, every_s: float = SAMPLE_EVERY_S) -> None:
-        self._gpu = gpu
+    def __init__(self, *gpus: Gpu, every_s: float = SAMPLE_EVERY_S) -> None:
+        self._gpus = gpus
         self._every_s = every_s
 
     @contextmanager
     def window(self) -> Iterator[Window]:
         """Watch for as long as the context lasts."""
-        window = Window()
-        if self._gpu is None:
+        window = Window(len(self._gpus))
+        if not self._gpus:
             yield window
             return
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._read, args=(self._gpu, window, stop), name="gpu-watch", daemon=True
+            target=self._read, args=(window, stop), name="gpu-watch", daemon=True
         )
         thread.start()
         try:
@@ -157,44 +160,65 @@ class Watch:
             stop.set()
             thread.join()
 
-    def _read(self, gpu: Gpu, window: Window, stop: threading.Event) -> None:
+    def _read(self, window: Window, stop: threading.Event) -> None:
+        is_last = False
         while True:
-            window.samples.append(gpu.sample())
-            if stop.wait(self._every_s):
-                # The card at the end belongs to the window as well.
-                window.samples.append(gpu.sample())
+            for gpu, samples in zip(self._gpus, window.samples, strict=True):
+                samples.append(gpu.sample())
+            if is_last:
                 return
+            # The cards at the end belong to the window as well.
+            is_last = stop.wait(self._every_s)
 
 
 class Window:
     """What was read so far.
 
+    Args:
+        num_gpus: how many cards are watched.
+
     Attributes:
-        samples: in order of time.
+        samples: of each card, in order of time.
     """
 
-    def __init__(self) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, num_gpus: int) -> None:
+        self.samples: list[list[Sample]] = [[] for _ in range(num_gpus)]
 
     def summary(self) -> Telemetry | None:
-        """Summary of the samples; None without any."""
-        return Telemetry.of(self.samples, own_processes()) if self.samples else None
+        """Summary of all cards' samples; None without any."""
+        every = [sample for samples in self.samples for sample in samples]
+        return Telemetry.of(every, own_processes()) if every else None
+
+    @property
+    def objection(self) -> str | None:
+        """Why the window does not count, by the slowest of the cards that were slowed down."""
+        count = len(self.samples)
+        found: list[tuple[float, str]] = []
+        for number, samples in enumerate(self.samples, start=1):
+            if not samples:
+                # Reading this card failed.
+                continue
+            card = Telemetry.of(samples, frozenset())
+            why = card.objection("the GPU" if count == 1 else f"GPU {number} of {count}")
+            if why is not None:
+                found.append((card.sm_clock_mhz[0], why))
+        return min(found)[1] if found else None
 
 
 # --------------------------------------------------------------------------- NVML
 
 
 def watch_for(info: EngineInfo) -> Watch:
-    """A watch of the first card that an engine runs on; of nothing on a CPU or without NVML.
+    """A watch of the cards that an engine runs on; of nothing on a CPU or without NVML.
 
     `vegas-tune doctor` says whether NVML is there; a record without telemetry was not watched.
     """
     if info.backend == "replay" or info.device.get("kind") != "cuda":
-        return Watch(None)
+        return Watch()
     try:
-        return Watch(NvmlGpu(first_device()))
+        return Watch(*map(NvmlGpu, first_devices(info.device.get("tp", 1))))
     except (ImportError, OSError, RuntimeError):
-        return Watch(None)
+        return Watch()
 
 
 class NvmlGpu:
