@@ -268,8 +268,11 @@ class FakeEngineCore:
 class FakeCore:
     """`core.Core` over the fake engine core, as `host.VllmCore` is over vLLM's."""
 
-    def __init__(self, engine_core: FakeEngineCore, *, has_plugin: bool = True) -> None:
+    def __init__(
+        self, engine_core: FakeEngineCore, *, has_plugin: bool = True, tp: int = 1
+    ) -> None:
         self.engine_core = engine_core
+        self._tp = tp
         self.is_closed = False
         self._has_plugin = has_plugin
 
@@ -280,12 +283,14 @@ class FakeCore:
             num_kv_tokens=NUM_KV_TOKENS,
             max_num_seqs=self.engine_core.scheduler.max_num_seqs,
             max_model_len=8192,
-            device={"kind": "cuda", "class": "Fake GPU", "sm": "9.0", "count": 1, "tp": 1},
+            device={
+                "kind": "cuda", "class": "Fake GPU", "sm": "9.0", "count": self._tp, "tp": self._tp,
+            },
             runtime={"vllm": "0.33.0", "kv_cache_dtype": "auto"},
             status={"workers": [{"collection": "fused", "draft_attention": "kernel"}]}
             if self._has_plugin
             else {},
-        )
+        )  # fmt: skip
 
     def submit(
         self,
@@ -357,7 +362,8 @@ def open_core(
         gamma = speculative["num_speculative_tokens"]
         engine_core.scheduler.gamma = gamma
         engine_core.setting |= {"num_speculative_tokens": gamma}
-    return FakeCore(engine_core, has_plugin=has_plugin)
+    tp = options.get("tensor_parallel_size", 1)
+    return FakeCore(engine_core, has_plugin=has_plugin, tp=tp)
 
 
 class InlineChild:

@@ -47,8 +47,11 @@ def main(url: str, folder: str, places: int) -> None:
     board = Board.create(open_storage(url, num_workers=places), Path(folder).name)
     board.set_fact(
         "request",
-        {"backend": "replay", "model": str(GRID_FILE), "dtype": "auto", "max_gamma": max(GAMMAS)},
-    )
+        {
+            "backend": "replay", "model": str(GRID_FILE), "dtype": "auto",
+            "max_gamma": max(GAMMAS), "tensor_parallel_size": 1,
+        },
+    )  # fmt: skip
     board.set_fact("plan", plan.to_dict())
     board.reap()
     board.offer_places(places)

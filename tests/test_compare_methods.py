@@ -21,6 +21,7 @@ from vegas_runtime.errors import (
     ConfigError,
     NoValidTrialError,
     StorageError,
+    UsageError,
 )
 from vegas_runtime.gpu_memory import UNKNOWN
 from vegas_tune import compare_bed, compare_methods, figure_files, stock_methods
@@ -40,7 +41,8 @@ OPTIONS: Mapping[str, Any] = {
     "context": 4096, "batch": 8, "blocks": 3, "waiting": 0, "max_new_tokens": 128, "tokens": 400,
     "rounds": 2, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
     "repetition_penalty": 1.0, "min_tokens": 32, "max_gamma": 10, "ratios": "0.03,0.05,0.1,0.25",
-    "gammas": None, "seed": 0, "dtype": "auto", "device": "auto", "new": False,
+    "gammas": None, "tensor_parallel_size": 1, "seed": 0, "dtype": "auto", "device": "auto",
+    "new": False,
 }  # fmt: skip
 
 
@@ -580,3 +582,32 @@ def test_the_default_budget_is_one_sweep_per_method() -> None:
     )
     three = CompareRequest.from_options({**OPTIONS, "run_dir": None, "budget": None})
     assert three.sweep.budget_s == 3 * one.sweep.budget_s
+
+
+def test_another_split_of_the_model_is_another_comparison(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def interrupted(_: object, capacity: Capacity, **__: Any) -> None:
+        opened.append(capacity.tensor_parallel_size)
+        raise KeyboardInterrupt
+
+    session.on_vllm()
+    monkeypatch.setattr(compare_bed, "open_vllm", interrupted)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def compare(size: int, methods: str) -> None:
+        session.run(backend="vllm", methods=methods, tensor_parallel_size=size)
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(2, "vegas")
+    # Not even a method that is new in the folder is written down with the other split.
+    with pytest.raises(UsageError, match="`tensor_parallel_size` was 2, now it is 1"):
+        compare(1, "quest,vegas")
+    assert opened == [2], "refused before an engine starts"
+    with pytest.raises(KeyboardInterrupt):
+        compare(2, "quest,vegas")
+    assert opened == [2, 2]
+    with pytest.raises(UsageError, match=r"split over 3 GPUs, which takes 3, .* may use 2"):
+        compare(3, "vegas")

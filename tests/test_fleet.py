@@ -27,7 +27,7 @@ from vegas_runtime.replay import ReplayEngine
 from vegas_tune import fleet
 from vegas_tune.bench import Bench, Silent
 from vegas_tune.board import Board
-from vegas_tune.fleet import FleetLab, LocalWorkers, pin_gpu, remote_blocks, worker_command
+from vegas_tune.fleet import FleetLab, LocalWorkers, pin_gpus, remote_blocks, worker_command
 from vegas_tune.laboratory import Failed, Laboratory, Measured, MemoryStore, Outcome
 from vegas_tune.plan import GAMMA, VALIDATE, Plan, Point
 from vegas_tune.storage import open_storage
@@ -267,7 +267,7 @@ def test_stopping_soon_asks_for_nothing_more(tmp_path: Path) -> None:
 def test_a_worker_that_ends_again_and_again_is_an_error_with_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('no GPU'); raise SystemExit(3)"]
     with (
-        LocalWorkers(command, 1, pin=pin_gpu, log=tmp_path) as workers,
+        LocalWorkers(command, 1, pin=pin_gpus, log=tmp_path) as workers,
         pytest.raises(BackendError, match="ended 4 times") as caught,
     ):
         _tend_for(workers, seconds=60)
@@ -285,7 +285,7 @@ def _tend_for(workers: LocalWorkers, seconds: float) -> None:
 def test_workers_are_ended_with_what_they_started(tmp_path: Path) -> None:
     script = "import subprocess, time; p = subprocess.Popen(['sleep', '600']); "
     script += "print(p.pid, flush=True); time.sleep(600)"
-    with LocalWorkers([sys.executable, "-c", script], 1, pin=pin_gpu, log=tmp_path) as workers:
+    with LocalWorkers([sys.executable, "-c", script], 1, pin=pin_gpus, log=tmp_path) as workers:
         workers.tend()
         log = tmp_path / "worker-0.log"
         deadline_s = time.monotonic() + 60
@@ -326,7 +326,7 @@ def test_a_worker_is_not_started_again_before_its_gpu_is_free(
     monkeypatch.setattr(fleet, "FREE_S", 0.5)
     card = _Card()
     command = [sys.executable, "-c", "print('began', flush=True); import time; time.sleep(600)"]
-    with LocalWorkers(command, 1, pin=pin_gpu, log=tmp_path, guard=card.guard) as workers:
+    with LocalWorkers(command, 1, pin=pin_gpus, log=tmp_path, guard=card.guard) as workers:
         workers.tend()
         (first,) = workers.pids
         card.used = 9 << 30
@@ -353,7 +353,7 @@ def test_memory_that_workers_leave_behind_is_told(
     monkeypatch.setattr(fleet, "FREE_S", 0.3)
     card, told = _Card(), []
     with LocalWorkers(
-        ["sleep", "600"], 2, pin=pin_gpu, log=tmp_path, guard=card.guard, report=told.append
+        ["sleep", "600"], 2, pin=pin_gpus, log=tmp_path, guard=card.guard, report=told.append
     ) as workers:
         workers.tend()
         card.used = 5 << 30
@@ -368,8 +368,11 @@ def test_a_worker_ends_with_the_sweep_that_started_it(tmp_path: Path) -> None:
     board = Board.create(open_storage(url, num_workers=1), "orphan")
     board.set_fact(
         "request",
-        {"backend": "replay", "model": str(GRID_FILE), "dtype": "auto", "max_gamma": 4},
-    )
+        {
+            "backend": "replay", "model": str(GRID_FILE), "dtype": "auto", "max_gamma": 4,
+            "tensor_parallel_size": 1,
+        },
+    )  # fmt: skip
     board.offer_places(1)
     script = (
         "import subprocess; from vegas_tune.fleet import worker_command; "
@@ -400,9 +403,25 @@ def test_a_worker_of_a_sweep_that_is_over_does_not_wait_for_another(tmp_path: Pa
 
 def test_a_worker_sees_one_of_the_gpus_that_may_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-77")
-    assert pin_gpu(1) == {"CUDA_VISIBLE_DEVICES": "GPU-77"}
+    assert pin_gpus(1) == {"CUDA_VISIBLE_DEVICES": "GPU-77"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert pin_gpu(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert pin_gpus(1) == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_a_worker_of_a_split_model_sees_and_guards_its_own_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-77,0,2")
+    assert pin_gpus(0, size=2) == {"CUDA_VISIBLE_DEVICES": "4,GPU-77"}
+    assert pin_gpus(1, size=2) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert pin_gpus(1, size=3) == {"CUDA_VISIBLE_DEVICES": "3,4,5"}
+
+    used: dict[int | str, int] = {4: 1 << 30, "GPU-77": 1 << 30}
+    monkeypatch.setattr("vegas_runtime.gpu_memory.used_bytes", lambda device: used[device])
+    guard = fleet.guard_of({"CUDA_VISIBLE_DEVICES": "4,GPU-77"})
+    used["GPU-77"] = 5 << 30
+    assert guard.look() == MemoryCheck(state="held", held_bytes=4 << 30)
 
 
 def test_blocks_known_by_hash_make_the_same_plan() -> None:

@@ -47,6 +47,13 @@ def test_plan_survives_json() -> None:
     assert again.identity == plan.identity
 
 
+def test_a_plan_from_before_models_were_split_is_of_one_gpu() -> None:
+    values = _plan().to_dict()
+    del values["tensor_parallel_size"]
+    assert Plan.from_dict(values).identity == _plan().identity
+    assert _plan(tensor_parallel_size=2).identity != _plan().identity
+
+
 def test_a_plan_with_unknown_keys_is_not_read() -> None:
     with pytest.raises(ValueError, match="colour"):
         Plan.from_dict(_plan().to_dict() | {"colour": "red"})

@@ -7,7 +7,7 @@ import pytest
 
 from vegas_runtime.errors import UsageError, WorkloadError
 from vegas_tune.request import PACKAGED, SERVED, SweepRequest, parse_duration_s
-from vegas_tune.tune import describe, resume_command
+from vegas_tune.tune import describe, describe_text, resume_command
 
 
 def options(**changes: Any) -> dict[str, Any]:
@@ -19,7 +19,8 @@ def options(**changes: Any) -> dict[str, Any]:
         "top_p": 1.0,
         "min_p": 0.0, "repetition_penalty": 1.0, "algorithm": "vegas", "rows": None,
         "metric": "weight", "scope": "layer", "min_tokens": None, "max_gamma": 15, "ratios": None,
-        "gammas": None, "seed": 0, "dtype": "auto", "device": "auto", "run_dir": None, "new": False,
+        "gammas": None, "tensor_parallel_size": 1, "seed": 0, "dtype": "auto", "device": "auto",
+        "run_dir": None, "new": False,
     }  # fmt: skip
     return values | changes
 
@@ -74,6 +75,30 @@ def test_lists_that_are_no_numbers_are_refused(changes: dict[str, str]) -> None:
 def test_two_files_for_one_workload_are_refused() -> None:
     with pytest.raises(UsageError, match="one of them"):
         SweepRequest.from_options(options(workload="a.jsonl", data=Path("b.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 0, "backend": "vllm"}, "size is 0; at least 1"),
+        ({"tensor_parallel_size": 2, "backend": "reference"}, "only vLLM .* reference, as asked"),
+        ({"tensor_parallel_size": 2, "backend": "replay"}, "only vLLM .* replay, as asked"),
+    ],
+)
+def test_a_split_that_means_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SweepRequest.from_options(options(**changes))
+
+
+def test_a_split_is_part_of_the_plan_and_of_its_description() -> None:
+    one, two = (
+        SweepRequest.from_options(options(backend="vllm", tensor_parallel_size=size))
+        for size in (1, 2)
+    )
+    described = describe(two)
+    assert described["tensor_parallel_size"] == 2
+    assert "each on 2 GPUs" in describe_text(described)
+    assert "on 1 GPU" not in describe_text(describe(one))
 
 
 def test_contexts_below_the_floor_are_refused_before_anything_is_loaded() -> None:

@@ -11,6 +11,7 @@ from test_request import options
 from test_vllm_sweep import Garage, garage, model
 
 from vegas_runtime.backend import PromptBlock
+from vegas_runtime.errors import UsageError
 from vegas_runtime.profile import load_profile
 from vegas_tune import cells_tune
 from vegas_tune.evidence import unpack_records
@@ -98,11 +99,15 @@ def test_every_cell_is_compared_with_stock_in_two_stock_starts(
     assert "against stock vLLM" in render_markdown(profile)
 
 
-def test_the_same_command_again_starts_no_stock_engine(
+def test_the_same_command_again_starts_no_stock_engine_and_another_split_none(
     model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = _sweep(model, tmp_path / "run", garage, monkeypatch)
-    again = _sweep(model, tmp_path / "run", garage, monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first = _sweep(model, tmp_path / "run", garage, monkeypatch, tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="`tensor_parallel_size` was 2, now it is 1"):
+        _sweep(model, tmp_path / "run", garage, monkeypatch)
+    assert [one.tensor_parallel_size for one in garage.capacities] == [2, 2, 2]
+    again = _sweep(model, tmp_path / "run", garage, monkeypatch, tensor_parallel_size=2)
     assert garage.starts == ["stock", "plugin", "stock", "plugin"]
     assert again.profile.selected == first.profile.selected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_request import options
 from test_vllm_sweep import model
 
 from vegas_runtime.backend import Capacity
-from vegas_runtime.errors import GpuMemoryError
+from vegas_runtime.errors import GpuMemoryError, UsageError
 from vegas_runtime.gpu_memory import MemoryCheck
 from vegas_runtime.profile import load_profile
 from vegas_runtime.vllm_plugin.engine import VllmEngine
@@ -41,6 +42,7 @@ class Cards:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.starts: list[tuple[str, str]] = []
+        self.splits: set[int] = set()
         self._clocks: dict[str, Clock] = {}
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -53,6 +55,7 @@ class Cards:
         with self._lock:
             clock = self._clocks.setdefault(card, Clock())
             self.starts.append((card, "stock" if is_stock else "plugin"))
+            self.splits.add(capacity.tensor_parallel_size)
             number = len(self.starts)
         cards = self
 
@@ -73,8 +76,9 @@ class Cards:
         return VllmEngine(checkpoint, capacity, is_stock=is_stock, launch=launch, clock=clock)
 
 
-def _sweep(model: Path, folder: Path, *, num_threads: int = NUM_WORKERS) -> SweepOutcome:
-    request = SweepRequest.from_options(
+def _request(model: Path, folder: Path) -> SweepRequest:
+    """For a model split over two GPUs."""
+    return SweepRequest.from_options(
         options(
             model=str(model / "model"),
             backend="vllm",
@@ -89,8 +93,13 @@ def _sweep(model: Path, folder: Path, *, num_threads: int = NUM_WORKERS) -> Swee
             temperature=0.6,
             budget="6000s",
             run_dir=folder / "run",
+            tensor_parallel_size=2,
         )
     )
+
+
+def _sweep(model: Path, folder: Path, *, num_threads: int = NUM_WORKERS) -> SweepOutcome:
+    request = _request(model, folder)
     url = f"journal:{folder / 'board.journal'}"
     errors: list[BaseException] = []
 
@@ -135,7 +144,9 @@ def test_every_device_is_held_against_stock_on_itself(
     facts = profile.protocol.to_facts() if profile.protocol else {}
     assert facts["places"] == NUM_WORKERS
     assert (facts["engine_starts"], facts["stock_engine_starts"]) == (2, 4)
-    assert facts["gpu_minutes"] > 6 * 40 / 60, "six starts of 40 s, and what they measured"
+    assert facts["gpu_minutes"] > 2 * 6 * 40 / 60, "six starts of 40 s on two GPUs each, and more"
+    assert cards.splits == {2}
+    assert profile.match.device.tp == 2
     assert len(facts["stock_tok_s"]) == 2 * PASSES * NUM_WORKERS
     assert "2 starts of the tuned engine, 4 of stock vLLM" in outcome.to_text()
 
@@ -158,6 +169,50 @@ def test_the_same_command_again_needs_no_worker(
     again = _sweep(model, tmp_path, num_threads=0)
     assert len(cards.starts) == num_starts
     assert again.profile.results == first.profile.results
+
+
+def test_a_worker_starts_nothing_on_fewer_gpus_than_the_sweep_s_split(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = Cards(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    board = Board.create(open_storage(f"journal:{tmp_path / 'b'}", num_workers=1), "run")
+    facts = fleet_tune._request_facts(_request(model, tmp_path))
+    given: Mapping[str, Any] = {"model": None, "data": None, "device": "auto"}
+    for changes, words in (
+        ({}, "split over 2 GPUs, which takes 2, .* may use 1"),
+        ({"backend": "reference"}, "size is 2, and only vLLM"),
+    ):
+        board.set_fact("request", facts | changes)
+        with pytest.raises(UsageError, match=words):
+            worker_arms.open_arms(board, **given, report=lambda _: None)
+    assert cards.starts == []
+
+
+def test_local_workers_share_out_the_gpus_in_groups(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    def started(
+        _: list[str], count: int, *, pin: Callable[[int], Mapping[str, str]], **__: Any
+    ) -> Any:
+        seen.extend(pin(number) for number in range(count))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet_tune, "LocalWorkers", started)
+    request = _request(model, tmp_path)
+
+    def sweep(num_workers: int) -> None:
+        fleet_tune.run(request, SweepProgress("again"), storage=None, num_workers=num_workers)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,GPU-5f,2,0,1")
+    with pytest.raises(UsageError, match="3 workers are each split over 2 GPUs, which takes 6"):
+        sweep(3)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KeyboardInterrupt):
+        sweep(2)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["7,GPU-5f", "2,0"]
 
 
 def test_an_arm_is_not_started_on_memory_that_the_other_left(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from test_request import options
 from vegas_runtime import backend
 from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.errors import BackendError, UsageError
+from vegas_runtime.errors import BackendError, ProfileMismatchError, UsageError
 from vegas_runtime.profile import load_profile
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
@@ -185,23 +185,37 @@ def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
     assert "stock vLLM, before the sweep" in finished.told
 
 
+def _check(
+    path: Path,
+    model: Path,
+    garage: Garage,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    here: tuple[str, str] = ("vllm", "because"),
+    **changes: Any,
+) -> checking.Check:
+    monkeypatch.setattr(checking, "open_vllm", garage.open)
+    monkeypatch.setattr(checking, "choose_backend", lambda: here)
+    given: dict[str, Any] = {
+        "replay_only": False,
+        "speedup": False,
+        "model": str(model / "model"),
+        "data": model / "prompts.jsonl",
+        "budget": "10m",
+        "tensor_parallel_size": None,
+        "dtype": "auto",
+        "device": "auto",
+        "report": lambda _: None,
+        **changes,
+    }
+    return checking.run(path, **given)
+
+
 def test_a_profile_of_vllm_is_checked_on_vllm(
     model: Path, finished: Finished, garage: Garage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = finished.outcome
-    monkeypatch.setattr(checking, "open_vllm", garage.open)
-    monkeypatch.setattr(checking, "choose_backend", lambda: ("vllm", "because"))
-    verdict = checking.run(
-        outcome.path,
-        replay_only=False,
-        speedup=True,
-        model=str(model / "model"),
-        data=model / "prompts.jsonl",
-        budget="10m",
-        dtype="auto",
-        device="auto",
-        report=lambda _: None,
-    )
+    verdict = _check(outcome.path, model, garage, monkeypatch, speedup=True)
     assert garage.starts == ["plugin"]
     assert garage.children[-1].is_ended
     assert [one.tier for one in verdict.verdicts] == ["replay", "acceptance", "speedup"]
@@ -209,6 +223,88 @@ def test_a_profile_of_vllm_is_checked_on_vllm(
     last = garage.capacities[-1]
     assert outcome.result.selected.num_speculative_tokens in last.gammas
     assert outcome.result.selected.sparsity_ratio <= last.max_ratio
+
+
+# ------------------------------------------------------------------ a model split over GPUs
+
+
+def test_both_arms_are_split_the_profile_serves_so_and_check_splits_alike(
+    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    outcome = _sweep(
+        model, tmp_path / "run", tensor_parallel_size=2, gammas="2,4", ratios="0.05,0.1,0.3"
+    )
+    assert garage.starts == ["stock", "plugin", "stock"]
+    assert [one.tensor_parallel_size for one in garage.capacities] == [2, 2, 2]
+    profile = load_profile(outcome.path)
+    assert profile.match.device.tp == 2
+    rendered = yaml.safe_load(render(profile, "yaml", model=str(model / "model")))
+    assert rendered["tensor-parallel-size"] == 2
+    facts = profile.protocol.to_facts() if profile.protocol else {}
+    # Three starts of 40 s on two GPUs, and what they measured.
+    assert facts["gpu_minutes"] > 2 * 3 * 40 / 60
+
+    def check(**changes: Any) -> checking.Check:
+        return _check(outcome.path, model, garage, monkeypatch, **changes)
+
+    assert check().status == "ok"
+    assert garage.capacities[-1].tensor_parallel_size == 2
+    # Accepted tokens hardly depend on the machine; the speed-up does.
+    assert check(tensor_parallel_size=1).status == "ok"
+    assert garage.capacities[-1].tensor_parallel_size == 1
+    with pytest.raises(ProfileMismatchError, match=r"`device\.tp` is 3 here and 2 in the profile"):
+        check(tensor_parallel_size=3, speedup=True)
+
+    num_starts = len(garage.starts)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(UsageError, match=r"split over 2 GPUs, which takes 2, .* may use 1"):
+        check()
+    here = ("reference", "no GPU here")
+    with pytest.raises(UsageError, match=r"size is 2, and only vLLM .* no GPU here"):
+        check(tensor_parallel_size=2, here=here)
+    opened: list[str] = []
+
+    def open_backend(name: str, **_: Any) -> Any:
+        opened.append(name)
+        raise BackendError("seen")
+
+    monkeypatch.setattr(checking, "open_backend", open_backend)
+    with pytest.raises(BackendError, match="seen"):
+        check(here=here)
+    assert opened == ["reference"], "which splits nothing"
+    assert len(garage.starts) == num_starts
+
+
+def test_a_run_is_resumed_with_its_own_split_alone(
+    model: Path, tmp_path: Path, garage: Garage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(is_stock: bool) -> None:
+        if not is_stock:
+            raise KeyboardInterrupt
+
+    garage.on_start = stop
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(KeyboardInterrupt):
+        _sweep(model, tmp_path / "run", tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="`tensor_parallel_size` was 2, now it is 1"):
+        _sweep(model, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        _sweep(model, tmp_path / "run", tensor_parallel_size=2)
+    assert garage.starts == ["stock"], "refused before an engine starts, and found on resuming"
+
+
+def test_more_gpus_than_may_be_used_are_refused_before_the_model_is_looked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr(backend, "find_checkpoint", lambda *_, **__: pytest.fail("fetched"))
+    with pytest.raises(UsageError, match=r"split over 4 GPUs, which takes 4, .* may use 2"):
+        _sweep(model, tmp_path / "run", tensor_parallel_size=4)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------ both arms
 
 
 def test_both_arms_are_sized_alike_and_for_the_workload(finished: Finished) -> None:

@@ -126,6 +126,7 @@ class Capacity:
         ratios: Iterable[float],
         config: SpeculationConfig,
         also: Iterable[SpeculationConfig] = (),
+        tensor_parallel_size: int = 1,
     ) -> Self:
         """What measuring these blocks at these settings takes.
 
@@ -135,6 +136,7 @@ class Capacity:
             ratios: to be configured.
             config: algorithm, floor and switches.
             also: other algorithms and switches to be configured.
+            tensor_parallel_size: GPUs that the model is split over.
         """
         longest = max(max(map(len, block.prompts)) + block.max_new_tokens for block in blocks)
         return cls(
@@ -144,6 +146,7 @@ class Capacity:
             max_ratio=max(ratios),
             config=config,
             also=tuple(also),
+            tensor_parallel_size=tensor_parallel_size,
         )
 
 
@@ -297,7 +300,7 @@ def open_backend(
         model: what to load; for `replay` the file of a recorded grid.
         max_num_speculative_tokens: largest gamma that will be configured.
         dtype: see `ReferenceEngine.open`, for vLLM `loading.served_facts`.
-        device: see `ReferenceEngine.open`; vLLM takes the first device it sees.
+        device: see `ReferenceEngine.open`; vLLM takes the first it sees.
         capacity: what the engine must be able to hold; needed for vLLM, which `auto` passes over
             without one.
         report: told what takes long.

@@ -34,6 +34,7 @@ from vegas_tune.laboratory import Laboratory
 from vegas_tune.plan import VALIDATE, Plan, gamma_ladder
 from vegas_tune.publish import build_profile, creation_time
 from vegas_tune.request import SweepRequest
+from vegas_tune.split import check_gpus
 from vegas_tune.stock import EngineUse, Side, StockEngine, StockFigures
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import SweepResult, run_sweep
@@ -111,6 +112,7 @@ def _on_vllm(
     request: SweepRequest, progress: SweepProgress, folder: Path, reason: str
 ) -> SweepOutcome:
     """Cells on one start of vLLM, between two of stock vLLM that measure every cell."""
+    check_gpus(request.tensor_parallel_size)
     checkpoint = find_checkpoint(request.model, dtype=request.dtype, report=progress.waiting)
     sweeps = CellSweeps(request, progress, folder, checkpoint.tokenizer, checkpoint.facts)
 
@@ -142,6 +144,7 @@ def _capacity(request: SweepRequest) -> Capacity:
         gammas=(0, *sorted(set(gammas) - {0})),
         max_ratio=max(request.ratios),
         config=request.base,
+        tensor_parallel_size=request.tensor_parallel_size,
     )
 
 

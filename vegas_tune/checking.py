@@ -22,6 +22,7 @@ from vegas_runtime.profile_sections import Workload as Description
 from vegas_tune.apply import match_profile, raise_on_hard
 from vegas_tune.gate import Status, Verdict, replay_decisions
 from vegas_tune.request import parse_duration_s
+from vegas_tune.split import check_gpus, check_split
 from vegas_tune.workload import Workload, workload_from_description
 
 Report = Callable[[str], None]
@@ -74,6 +75,7 @@ def run(
     model: str | None,
     data: Path | None,
     budget: str,
+    tensor_parallel_size: int | None,
     dtype: str,
     device: str,
     report: Report,
@@ -87,6 +89,7 @@ def run(
         model: where the model is, when not at the profile's id.
         data: the workload's file, for a profile tuned on one.
         budget: hard limit on the time of the tiers that measure.
+        tensor_parallel_size: GPUs to split the model over; None for as many as the profile's.
         dtype: see `ReferenceEngine.open`; `auto` is the profile's own.
         device: see `ReferenceEngine.open`.
         report: told what takes long.
@@ -111,6 +114,7 @@ def run(
                 model=model,
                 data=data,
                 budget_s=parse_duration_s(budget),
+                tensor_parallel_size=tensor_parallel_size,
                 dtype=dtype,
                 device=device,
                 report=report,
@@ -127,6 +131,7 @@ def _measure(
     model: str | None,
     data: Path | None,
     budget_s: float,
+    tensor_parallel_size: int | None,
     dtype: str,
     device: str,
     report: Report,
@@ -144,7 +149,14 @@ def _measure(
     if dtype == "auto" and recorded.dtype not in (None, WILDCARD):
         dtype = str(recorded.dtype)
     engine, workload = _open(
-        profile, profile.workload, name, data=data, dtype=dtype, device=device, report=report
+        profile,
+        profile.workload,
+        name,
+        data=data,
+        tensor_parallel_size=tensor_parallel_size,
+        dtype=dtype,
+        device=device,
+        report=report,
     )
     try:
         findings = match_profile(profile, engine.info)
@@ -164,6 +176,7 @@ def _open(
     model: str,
     *,
     data: Path | None,
+    tensor_parallel_size: int | None,
     dtype: str,
     device: str,
     report: Report,
@@ -173,9 +186,16 @@ def _open(
     A profile of vLLM is checked on vLLM where that runs; acceptance on any engine.
     """
     settings = _settings(profile)
-    backend = choose_backend()[0] if profile.backend == "vllm" else "reference"
+    backend, reason = "reference", f"reference engine: the profile's is {profile.backend}"
+    if profile.backend == "vllm":
+        backend, reason = choose_backend()
     report(f"backend: {backend}")
+    if tensor_parallel_size is None:
+        recorded = profile.match.device.tp
+        tensor_parallel_size = recorded if backend == "vllm" and isinstance(recorded, int) else 1
+    check_split(tensor_parallel_size, backend, reason)
     if backend == "vllm":
+        check_gpus(tensor_parallel_size)
         checkpoint = find_checkpoint(model, dtype=dtype, report=report)
         workload = workload_from_description(
             described.to_facts(),
@@ -188,6 +208,7 @@ def _open(
             gammas=[config.num_speculative_tokens for config in settings],
             ratios=[config.sparsity_ratio for config in settings],
             config=profile.selected.default,
+            tensor_parallel_size=tensor_parallel_size,
         )
         return open_vllm(checkpoint, capacity, report=report), workload
     engine, _ = open_backend(

@@ -43,6 +43,7 @@ ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE", help="A profile.
 Backend = Annotated[str, typer.Option(help="auto, reference or vllm.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+TensorParallel = Annotated[int, typer.Option(help="GPUs that vLLM splits the model over.")]
 
 
 @app.command(rich_help_panel="Tune")
@@ -88,13 +89,16 @@ def sweep(
     ] = None,
     gammas: Annotated[str | None, typer.Option(help="Candidate gammas, e.g. 1,2,4,8.")] = None,
     seed: Annotated[int, typer.Option(help="Seeds prompts, sampling and bootstraps.")] = 0,
+    tensor_parallel_size: TensorParallel = 1,
     dtype: Dtype = "auto",
     device: Device = "auto",
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder of the run; named for its plan by default.")
     ] = None,
     new: Annotated[bool, typer.Option("--new", help="Start over instead of resuming.")] = False,
-    workers: Annotated[int, typer.Option(help="GPUs that measure; each measures every point.")] = 1,
+    workers: Annotated[
+        int, typer.Option(help="GPUs, or groups of them, that each measure every point.")
+    ] = 1,
     storage: Annotated[
         str | None,
         typer.Option(
@@ -145,7 +149,10 @@ def worker(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure for a sweep that runs elsewhere: one worker per GPU, until the sweep is over."""
+    """Measure for a sweep that runs elsewhere, until it is over: one worker per GPU.
+
+    Where the sweep splits the model, one per group: the first GPUs that the worker may use.
+    """
     console = Console(as_json=as_json, debug=debug)
     with guard(console):
         from vegas_tune.worker import run_worker
@@ -236,6 +243,12 @@ def check(
         Path | None, typer.Option(help="The workload's file, for tier 2 of a file workload.")
     ] = None,
     budget: Annotated[str, typer.Option(help="Hard limit on each measuring tier.")] = "5m",
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs that vLLM splits the model over.", show_default="as in the profile"
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
@@ -253,6 +266,7 @@ def check(
             model=model,
             data=data,
             budget=budget,
+            tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             device=device,
             report=console.report,
@@ -333,6 +347,7 @@ def compare(
     ratios: Annotated[str | None, typer.Option(help="As in sweep.")] = None,
     gammas: Annotated[str | None, typer.Option(help="As in sweep.")] = None,
     seed: Annotated[int, typer.Option(help="As in sweep.")] = 0,
+    tensor_parallel_size: TensorParallel = 1,
     dtype: Dtype = "auto",
     device: Device = "auto",
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the run and its files.")] = None,

@@ -31,6 +31,7 @@ from vegas_runtime.errors import BackendError, ConfigError, UsageError
 from vegas_tune.methods import Method, slug
 from vegas_tune.plan import Plan
 from vegas_tune.request import SweepRequest
+from vegas_tune.split import check_gpus
 from vegas_tune.tune import plan_sweep, run_folder, usable_ratios
 from vegas_tune.workload import Workload, build_workload
 
@@ -154,6 +155,7 @@ def _on_vllm(
     served = tuple(method for method in methods if method.name not in refused)
     if not served:
         raise _none_served(refused)
+    check_gpus(sweep.tensor_parallel_size)
     checkpoint = find_checkpoint(sweep.model, dtype=sweep.dtype, report=progress.waiting)
     own = tuple(_with_folder(one, sweep, progress) for one in own)
     workload = build_workload(
@@ -217,7 +219,7 @@ def capacity_for(plans: Sequence[Plan], workload: Workload) -> Capacity:
     """What one plugin engine must be able to hold to run all of these methods.
 
     Args:
-        plans: of the methods; gammas and ratios are the same in all.
+        plans: of the methods; but for the method they are the same.
         workload: what they are measured on.
     """
     # An engine started to collect scores also runs what needs none; the reverse does not hold.
@@ -231,7 +233,12 @@ def capacity_for(plans: Sequence[Plan], workload: Workload) -> Capacity:
         ),
     )
     return Capacity.of(
-        workload.blocks, gammas=plans[0].gammas, ratios=plans[0].ratios, config=first, also=bases
+        workload.blocks,
+        gammas=plans[0].gammas,
+        ratios=plans[0].ratios,
+        config=first,
+        also=bases,
+        tensor_parallel_size=plans[0].tensor_parallel_size,
     )
 
 
@@ -284,7 +291,7 @@ def _folder(
     own: Sequence[OwnMethod],
     progress: SweepProgress,
 ) -> Iterator[Path]:
-    from vegas_tune.study import folder_lock
+    from vegas_tune.study import check_plan, folder_lock, keep_plan
 
     asked = [[name, plan.identity] for name, plan in plans.items()]
     asked += [[one.name, one.model] for one in own]
@@ -292,4 +299,16 @@ def _folder(
     folder = run_folder(sweep, identity, prefix="compare-")
     progress.note(f"run folder: {folder}")
     with folder_lock(folder):
+        # Before an engine starts, and before stock's passes are taken for this comparison's.
+        own_folders = {name: tuning_folder(folder, name) for name in plans}
+        for name, path in own_folders.items():
+            check_plan(path, plans[name])
+        for name, path in own_folders.items():
+            path.mkdir(parents=True, exist_ok=True)
+            keep_plan(path, plans[name])
         yield folder
+
+
+def tuning_folder(folder: Path, method: str) -> Path:
+    """Where the tuning of one method is kept."""
+    return folder / "tuning" / slug(method)

@@ -13,13 +13,12 @@ from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, resolv
 from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
 from vegas_runtime.records import replace_file
-from vegas_tune.compare_bed import Bed, open_bed
+from vegas_tune.compare_bed import Bed, open_bed, tuning_folder
 from vegas_tune.methods import (
     DEFAULT_METHODS,
     DEFAULT_ON_VLLM,
     Method,
     parse_methods,
-    slug,
     split_own,
 )
 from vegas_tune.plan import BUDGET_SHARES, REFINE, Plan
@@ -223,7 +222,7 @@ def _tune(
     for number, (name, plan) in enumerate(plans.items(), start=1):
         progress.note(f"tuning {name} ({number} of {len(plans)})")
         own = replace(plan, budget_s=round(each_s, 3))
-        with RunFolder.open(folder / "tuning" / slug(name), own) as store:
+        with RunFolder.open(tuning_folder(folder, name), own) as store:
             lab = Laboratory(own, engine, blocks, store=store)
             with first_interrupt_finishes(lab, progress):
                 searches[name] = run_search(own, lab, progress)

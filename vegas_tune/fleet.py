@@ -160,8 +160,8 @@ class FleetLab:
 
 
 def guard_of(environment: Mapping[str, str]) -> MemoryGuard:
-    """A guard of the GPU that a process with this environment sees."""
-    return MemoryGuard(as_device(environment["CUDA_VISIBLE_DEVICES"]))
+    """A guard of the GPUs that a process with this environment sees."""
+    return MemoryGuard(*map(as_device, environment["CUDA_VISIBLE_DEVICES"].split(",")))
 
 
 class LocalWorkers:
@@ -172,9 +172,9 @@ class LocalWorkers:
     Args:
         command: what to run; the same for each.
         count: how many.
-        pin: environment of each, by its number: which device it sees.
+        pin: environment of each, by its number: which devices it sees.
         log: folder of their output.
-        guard: notes the memory in use on the device that a worker sees.
+        guard: notes the memory in use on the devices that a worker sees.
         report: told when something of theirs is left behind.
 
     Attributes:
@@ -308,10 +308,17 @@ def worker_command(storage: str, run: str, *, device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def pin_gpu(number: int) -> dict[str, str]:
-    """Let a worker see one GPU: the n-th of those this process may use."""
+def pin_gpus(number: int, *, size: int = 1) -> dict[str, str]:
+    """Let a worker see its own GPUs: the n-th group of those this process may use.
+
+    Args:
+        number: of the worker, from 0.
+        size: GPUs of each.
+    """
     names = visible_gpus() or ()
-    return {"CUDA_VISIBLE_DEVICES": names[number] if number < len(names) else str(number)}
+    group = range(number * size, (number + 1) * size)
+    seen = [names[place] if place < len(names) else str(place) for place in group]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
 
 
 def _has_group(process: subprocess.Popen[bytes]) -> bool:

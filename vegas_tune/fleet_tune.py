@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -19,12 +20,13 @@ from vegas_tune.fleet import (
     FleetLab,
     LocalWorkers,
     engine_info,
-    pin_gpu,
+    pin_gpus,
     remote_blocks,
     worker_command,
 )
 from vegas_tune.plan import Plan, gamma_ladder
 from vegas_tune.request import SweepRequest
+from vegas_tune.split import check_gpus
 from vegas_tune.stock import StockFigures
 from vegas_tune.storage import open_storage, shown
 from vegas_tune.study import RunFolder
@@ -56,7 +58,7 @@ def run(
         request: what to tune.
         progress: told what goes on.
         storage: shared with workers that somebody starts with `vegas-tune worker`; None starts
-            them here, one per GPU, over a journal file in the run's folder.
+            them here, one per GPU or group of GPUs, over a journal file in the run's folder.
         num_workers: devices that measure; each measures every point.
 
     Raises:
@@ -65,6 +67,8 @@ def run(
     """
     if num_workers < 1:
         raise UsageError(f"--workers is {num_workers}; at least 1 is needed.")
+    if storage is None:
+        check_gpus(request.tensor_parallel_size, num_engines=num_workers)
     with progress:
         return _run(request, progress, storage, num_workers)
 
@@ -165,14 +169,16 @@ def _hands(
             LocalWorkers(
                 worker_command(url, folder.name, device=request.device),
                 num_workers,
-                pin=pin_gpu,
+                pin=functools.partial(pin_gpus, size=request.tensor_parallel_size),
                 log=folder,
                 report=progress.note,
             )
         )
         return workers, workers.tend
+    size = request.tensor_parallel_size
+    each = "one per GPU" if size == 1 else f"each where it sees {size} GPUs that no other uses"
     progress.note(
-        f"start {num_workers} workers, one per GPU: vegas-tune worker --storage {shown(url)} "
+        f"start {num_workers} workers, {each}: vegas-tune worker --storage {shown(url)} "
         f"--run {folder.name}"
     )
 
@@ -221,5 +227,6 @@ def _request_facts(request: SweepRequest) -> dict[str, Any]:
         "gammas": list(request.gammas or gamma_ladder(request.max_gamma)),
         "ratios": list(request.ratios),
         "base": request.base.to_dict(),
+        "tensor_parallel_size": request.tensor_parallel_size,
         "spec": spec,
     }

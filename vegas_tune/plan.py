@@ -61,6 +61,7 @@ _RULES_BEFORE: Final[Mapping[str, Any]] = {
     "places": 1,
     "stop_precision": 0.05,
     "looks_around": 0,
+    "tensor_parallel_size": 1,
 }
 
 
@@ -147,6 +148,7 @@ class Plan:
         race_looks: numbers of rounds of step 2's race after which slow settings drop out of it;
             none, no race.
         places: devices that measure at the same time; each measures every point.
+        tensor_parallel_size: GPUs of each of these, over which the model is split.
         seed: seeds the bootstrap.
         model: facts that identify the model, for the hash.
     """
@@ -172,6 +174,7 @@ class Plan:
     looks: tuple[int, ...] = DEFAULT_LOOKS
     race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
     places: int = 1
+    tensor_parallel_size: int = 1
     seed: int = 0
     model: tuple[tuple[str, str], ...] = ()
 

@@ -20,6 +20,7 @@ from vegas_runtime.config import (
 from vegas_runtime.errors import UsageError
 from vegas_tune.cells import CellKey, make_cells, parse_counts
 from vegas_tune.plan import DEFAULT_LOOKS
+from vegas_tune.split import check_split
 from vegas_tune.workload_spec import WorkloadName, WorkloadSpec
 
 PACKAGED_MODEL: Final = "smollm2-135m"
@@ -143,6 +144,7 @@ class SweepRequest:
     looks: tuple[int, ...]
     stop_precision: float
     cells: tuple[CellKey, ...]
+    tensor_parallel_size: int
     seed: int
     dtype: str
     device: str
@@ -157,10 +159,12 @@ class SweepRequest:
             UsageError: an option that cannot be read or does not go with another.
         """
         given = dict(given)
+        backend, reason = resolve_backend(given["backend"])
+        check_split(given["tensor_parallel_size"], backend, reason)
         batches, contexts = (_counts(given, name) for name in ("batch", "context"))
         small = given["model"].lower() == PACKAGED_MODEL and given["workload"] == "stdlib"
         defaults = PACKAGED if small else SERVED
-        if resolve_backend(given["backend"])[0] == "vllm":
+        if backend == "vllm":
             batch = VLLM.batch if given["batch"] is None else given["batch"]
             defaults = replace(VLLM, tokens=VLLM_TOKENS_PER_REQUEST * batch)
             if given["algorithm"] != "vegas":
@@ -197,6 +201,7 @@ class SweepRequest:
             looks=given["looks"],
             stop_precision=given["stop_precision"],
             cells=make_cells(batches or (given["batch"],), contexts or (given["context"],)),
+            tensor_parallel_size=given["tensor_parallel_size"],
             seed=given["seed"],
             dtype=given["dtype"],
             device=given["device"],

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import optuna
 from optuna.storages import JournalStorage
@@ -42,6 +42,8 @@ from vegas_tune.trials import (
 )
 
 _Key = tuple[str, int]
+
+_PLAN_FILE: Final = "plan.json"
 
 
 class RunFolder:
@@ -73,7 +75,8 @@ class RunFolder:
             raise _unusable(path, error) from error
         folder = cls(path, plan, _acquire(path))
         try:
-            folder._check_plan()
+            check_plan(path, plan)
+            keep_plan(path, plan)
             folder._load_records()
             _repair_journal(path / "study.journal")
             folder._open_studies()
@@ -169,25 +172,6 @@ class RunFolder:
         return pack_records(path, self._plan, self._outcomes.values())
 
     # ------------------------------------------------------------------ opening
-
-    def _check_plan(self) -> None:
-        path = self._path / "plan.json"
-        try:
-            before = Plan.from_dict(json.loads(path.read_bytes())) if path.exists() else None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StorageError(
-                f"{path} cannot be read: {error}; it says what the records in the folder are of.",
-                hint="Choose another folder, or start over with --new.",
-            ) from error
-        if before is not None and before.identity != self._plan.identity:
-            name, old, new = _first_difference(before.to_dict(), self._plan.to_dict())
-            raise UsageError(
-                f"{self._path} holds a run of another plan: `{name}` was {old!r}, now it is "
-                f"{new!r}. Its measurements answer another question.",
-                hint="Give the same options to resume, choose another folder, or start over "
-                "with --new.",
-            )
-        replace_file(path, json.dumps(self._plan.to_dict(), indent=1).encode())
 
     def _load_records(self) -> None:
         for path in sorted((self._path / "records").glob("*.z")):
@@ -305,6 +289,40 @@ class RunFolder:
             distributions=DISTRIBUTIONS,
             user_attrs=self._attributes(outcome.point, outcome.attempt) | facts_of(outcome),
         )
+
+
+def check_plan(folder: Path, plan: Plan) -> None:
+    """Refuse a folder that holds a run of another plan; only the budget may differ.
+
+    Raises:
+        StorageError: the folder's plan cannot be read.
+        UsageError: it is another one.
+    """
+    path = folder / _PLAN_FILE
+    try:
+        before = Plan.from_dict(json.loads(path.read_bytes())) if path.exists() else None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}; it says what the records in the folder are of.",
+            hint="Choose another folder, or start over with --new.",
+        ) from error
+    if before is not None and before.identity != plan.identity:
+        name, old, new = _first_difference(before.to_dict(), plan.to_dict())
+        raise UsageError(
+            f"{folder} holds a run of another plan: `{name}` was {old!r}, now it is {new!r}. Its "
+            "measurements answer another question.",
+            hint="Give the same options to resume, choose another folder, or start over "
+            "with --new.",
+        )
+
+
+def keep_plan(folder: Path, plan: Plan) -> None:
+    """Write down what the run in a folder measures.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    replace_file(folder / _PLAN_FILE, json.dumps(plan.to_dict(), indent=1).encode())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from vegas_runtime.errors import UsageError
 from vegas_tune.datasets import data_files
 from vegas_tune.plan import Plan, make_plan
 from vegas_tune.request import SERVED, SweepRequest
+from vegas_tune.split import check_gpus
 from vegas_tune.sweep_outcome import SweepOutcome, publish_run
 from vegas_tune.workload import Workload, active_ratios, build_workload, check_budget_floor
 
@@ -105,13 +106,20 @@ def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> Swe
     from vegas_tune.study import RunFolder
     from vegas_tune.sweep import run_sweep
 
+    check_gpus(request.tensor_parallel_size)
     checkpoint = find_checkpoint(request.model, dtype=request.dtype, report=progress.waiting)
     workload = build_workload(
         request.spec, checkpoint.tokenizer, max_model_len=checkpoint.facts.get("max_model_len")
     )
     blocks = workload.blocks
     plan = plan_sweep(request, checkpoint.facts, blocks, usable_ratios(request, workload))
-    capacity = Capacity.of(blocks, gammas=plan.gammas, ratios=plan.ratios, config=plan.base)
+    capacity = Capacity.of(
+        blocks,
+        gammas=plan.gammas,
+        ratios=plan.ratios,
+        config=plan.base,
+        tensor_parallel_size=plan.tensor_parallel_size,
+    )
     folder = run_folder(request, plan.identity)
     progress.note(f"run folder: {folder}")
 
@@ -177,6 +185,7 @@ def plan_sweep(
         rounds=request.rounds,
         looks=request.looks,
         stop_precision=request.stop_precision,
+        tensor_parallel_size=request.tensor_parallel_size,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
 
@@ -261,6 +270,7 @@ def describe(request: SweepRequest) -> dict[str, Any]:
         "min_tokens": request.base.min_tokens,
         "inactive_ratios": sorted(set(request.ratios) - set(active)),
         "backend": resolve_backend(request.backend)[0],
+        "tensor_parallel_size": plan.tensor_parallel_size,
         **described,
     }
 
@@ -293,9 +303,11 @@ def describe_text(described: Mapping[str, Any]) -> str:
         f"disk: at most {described['disk_bytes'] / 1e6:.1f} MB",
     ]
     if described["backend"] == "vllm":
+        size = described["tensor_parallel_size"]
         lines.append(
             "engine starts: one of vLLM with the plugin, within the budget, and one more each time "
             "the sweep is resumed; stock vLLM before and after, beyond it"
+            + (f"; each on {size} GPUs" if size > 1 else "")
         )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What a worker measures with: one engine, or vLLM's two arms in turn on one GPU."""
+"""What a worker measures with: one engine, or vLLM's two arms in turn on the same GPUs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
 from vegas_tune.board import Board
 from vegas_tune.laboratory import Performer
 from vegas_tune.plan import STOCK
+from vegas_tune.split import check_gpus, check_split
 from vegas_tune.stock import EngineUse
 from vegas_tune.workload_spec import WorkloadSpec
 
@@ -213,6 +214,7 @@ def open_arms(
     request["model"] = model or request["model"]
     backend, reason = resolve_backend(request["backend"])
     report(f"backend: {reason}")
+    check_split(request["tensor_parallel_size"], backend, reason)
     if backend == "vllm":
         return _open_vllm(board, request, data, report)
     engine, _ = open_backend(
@@ -234,6 +236,7 @@ def _open_vllm(
     board: Board, request: Mapping[str, Any], data: Path | None, report: Report
 ) -> VllmArms:
     """vLLM, sized for the prompts, which are therefore made first."""
+    check_gpus(request["tensor_parallel_size"])
     checkpoint = find_checkpoint(request["model"], dtype=request["dtype"], report=report)
     workload = _workload(request, data, checkpoint.tokenizer, checkpoint.facts)
     capacity = Capacity.of(
@@ -241,6 +244,7 @@ def _open_vllm(
         gammas=request["gammas"],
         ratios=request["ratios"],
         config=SpeculationConfig.from_dict(request["base"]),
+        tensor_parallel_size=request["tensor_parallel_size"],
     )
 
     def start(is_stock: bool) -> VllmEngine:
