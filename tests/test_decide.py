@@ -310,6 +310,32 @@ def test_noise_beyond_the_precision_settles_nothing() -> None:
         assert "too noisy" in verdict.why
 
 
+def test_of_a_large_gain_an_eighth_may_be_unknown() -> None:
+    a = _config(3)
+    # Half-widths of some 8 %: an eighth of 2.5's logarithm is 11 %, of 1.5's 5 %.
+    large, small = (
+        _validated({a: rate, PLAIN: 100.0}, [a], noise=0.14, pairs=16) for rate in (250.0, 150.0)
+    )
+    assert 0.05 < large.speedups[a].half_width < 0.11
+    assert (large.status, large.selected) == ("validated", a)
+    assert small.status == "inconclusive"
+    assert "wider than +-5%" in small.why
+
+
+def test_of_three_finalists_the_cheapest_equal_of_the_fastest_is_taken() -> None:
+    a, b, c = _config(3), _config(4), _config(6)
+    clear = _validated({a: 120.0, b: 126.0, c: 130.0, PLAIN: 100.0}, [a, b, c], noise=0.004)
+    assert (clear.selected, clear.is_clear_winner) == (c, True)
+    assert clear.between is not None
+    assert clear.between.est == pytest.approx(130 / 126, rel=0.02)
+    picks = [
+        _validated({a: 120.0, b: 130.0, c: 130.0, PLAIN: 100.0}, [a, b, c], noise=0.004, seed=seed)
+        for seed in range(40)
+    ]
+    assert sum(verdict.selected == b for verdict in picks) >= 36
+    assert {verdict.selected for verdict in picks} <= {b, c}
+
+
 def test_an_interval_around_one_settles_nothing() -> None:
     a = _config(3)
     rounds = [{a: 0.01 + shift, PLAIN: 0.0} for shift in (0.02, -0.02, 0.01, -0.01, 0.02, -0.02)]

@@ -299,6 +299,16 @@ def test_rounds_go_on_for_a_narrower_interval_while_there_is_time() -> None:
     assert 0.001 < between < 0.05
 
 
+def test_as_many_finalists_are_validated_as_the_plan_says() -> None:
+    for count in (2, 3):
+        result = Bench(PLATEAU, rules={"num_finalists": count}).sweep()
+        assert result.validation is not None
+        assert len(result.finalists) == count
+        assert {*result.validation.speedups} == {*result.finalists}
+        settings = {one.point.config for one in result.measured(VALIDATE)}
+        assert settings == {*result.finalists, result.plan.plain}
+
+
 def test_no_step_eats_the_next_ones_share() -> None:
     result = Bench(PLATEAU, budget_s=1500.0, run_cv=0.03).sweep()
     spent = dict.fromkeys(STEPS, 0.0)

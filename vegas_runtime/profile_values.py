@@ -162,6 +162,21 @@ def speculation(value: Any) -> SpeculationConfig:
     return config.replace(sparsity_ratio=float(config.sparsity_ratio))
 
 
+# Switches that profiles have not always had. At their default they are left out, so that what was
+# written before hashes to the same id.
+_LATER: Final = ("granularity",)
+
+
+def _written(config: SpeculationConfig) -> dict[str, Any]:
+    """A setting in a profile's keys."""
+    values = config.to_dict()
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in _LATER or value != SWITCHES[name][0]
+    }
+
+
 # As JSON Schema can say it; `SpeculationConfig` itself is the judge.
 _SPECULATION_PROPERTIES: Final = {
     "algorithm": {"type": "string"},
@@ -219,7 +234,7 @@ Sha256Id = Annotated[str, Strict(), Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 Speculation = Annotated[
     SpeculationConfig,
     PlainValidator(speculation),
-    PlainSerializer(lambda config: config.to_dict(), return_type=dict),
+    PlainSerializer(_written, return_type=dict),
     WithJsonSchema(
         {
             "type": "object",

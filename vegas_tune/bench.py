@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_tune.decide import Cell, Decision, Rates
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
 from vegas_tune.measure import Counts
 from vegas_tune.plan import BUDGET_SHARES, REFINE, VALIDATE, Plan, Point, Predictor
-
-# Settings of a validation round: two finalists and plain decoding.
-NUM_VALIDATED: Final = 3
 
 
 class Progress(Protocol):
@@ -207,7 +204,7 @@ class Bench:
         plan = self._plan
         drafting = [plan.config(gamma, ratio) for gamma in plan.gammas for ratio in plan.ratios]
         finalist = self.predictor().best(drafting)[0]
-        finalists_s = (NUM_VALIDATED - 1) * self._pass_s(VALIDATE, finalist)
+        finalists_s = plan.num_finalists * self._pass_s(VALIDATE, finalist)
         round_s = self._pass_s(VALIDATE, plan.plain) + finalists_s
         return self._preparation_s(plan.validation_blocks[0]) + plan.looks[0] * round_s
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from vegas_tune.steady import FloatArray
 PLATEAU_SPAN: Final = 1.5
 # One-sided bound of the plateau rule, and its counterpart above.
 PLATEAU_BOUND: Final = 0.10
+# Of a gain's logarithm, how far the end of its interval may lie from it.
+GAIN_SHARE: Final = 1 / 8
 # How many degrees of freedom the within-pass intervals are worth beside the spread between passes.
 _PRIOR_WEIGHT: Final = 4
 
@@ -324,7 +327,7 @@ class Validation:
         selected: the setting to serve with.
         winner: the better finalist, whether or not it beats plain decoding.
         speedups: each finalist's throughput over plain decoding's, same rounds.
-        between: the winner's throughput over the other finalist's; None without another.
+        between: the winner's throughput over the best other finalist's; None without another.
         is_clear_winner: whether that interval excludes 1.
         why: one sentence.
     """
@@ -351,36 +354,43 @@ def validate(
 
     Args:
         rounds: log throughput by setting, complete rounds only, at least two.
-        finalists: one or two settings, cheapest first.
+        finalists: settings that draft, cheapest first; at least one.
         plain: the gamma 0 setting.
         level: two-sided confidence of every interval, corrected for repeated looks.
-        precision: largest relative half-width that counts as settled.
-        tie_tolerance: throughput that may be given up for the cheaper finalist.
+        precision: largest relative half-width that counts as settled; for a large gain an eighth
+            of its logarithm, since no decision hangs on more.
+        tie_tolerance: throughput that may be given up for a cheaper finalist.
     """
 
     def against(one: SpeculationConfig, other: SpeculationConfig) -> Estimate:
         return mean_ratio([logs[one] - logs[other] for logs in rounds], level)
 
     speedups = {config: against(config, plain) for config in finalists}
-    winner, between, is_clear = finalists[0], None, True
-    if len(finalists) > 1:
-        cheaper, other = finalists
-        between = against(cheaper, other)
-        is_clear = not between.low <= 1 <= between.high
-        # Between equals the cheaper one; a loss beyond the tolerance is not equality, even
-        # while noise hides it.
-        if between.est < 1 - tie_tolerance or (is_clear and between.est < 1):
-            winner, between = other, against(other, cheaper)
+    fastest = max(finalists, key=lambda config: fmean(logs[config] for logs in rounds))
+
+    def is_equal(config: SpeculationConfig) -> bool:
+        # A loss beyond the tolerance is not equality, even while noise hides it.
+        loss = against(config, fastest)
+        return loss.est >= 1 - tie_tolerance and loss.low <= 1 <= loss.high
+
+    winner = next(config for config in finalists if config == fastest or is_equal(config))
+    others = [config for config in finalists if config != winner]
+    between = None
+    if others:
+        best = max(others, key=lambda config: fmean(logs[config] for logs in rounds))
+        between = against(winner, best)
+    is_clear = between is None or not between.low <= 1 <= between.high
     speedup = speedups[winner]
     gain = f"{speedup.est:.3f}x plain decoding [{speedup.low:.3f}, {speedup.high:.3f}]"
     common: dict[str, Any] = {
         "winner": winner, "speedups": speedups, "between": between, "is_clear_winner": is_clear,
     }  # fmt: skip
-    if speedup.half_width > precision:
+    widest = max(precision, abs(math.log(speedup.est)) * GAIN_SHARE)
+    if speedup.half_width > widest:
         return Validation(
             status="inconclusive",
             selected=winner,
-            why=f"{gain} is wider than +-{precision:.0%}: this machine is too noisy to tell.",
+            why=f"{gain} is wider than +-{widest:.0%}: this machine is too noisy to tell.",
             **common,
         )
     if speedup.low > 1:

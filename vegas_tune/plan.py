@@ -62,6 +62,7 @@ _RULES_BEFORE: Final[Mapping[str, Any]] = {
     "stop_precision": 0.05,
     "looks_around": 0,
     "tensor_parallel_size": 1,
+    "num_finalists": 2,
 }
 
 
@@ -141,12 +142,14 @@ class Plan:
         max_settings: settings a search step may try, gamma 0 not counted.
         plateau_tolerance: accepted tokens that may be given up on the plateau, a fraction.
         tie_tolerance: throughput that may be given up for a cheaper setting, a fraction.
-        precision: largest half-width of a validated speed-up's interval, a fraction.
+        precision: largest half-width of a validated speed-up's interval, a fraction; a large
+            gain's may be wider (`decide.validate`).
         stop_precision: half-width at which a validated verdict ends the rounds; where it is below
             `precision`, what is left of the budget goes into a narrower interval.
         looks: numbers of validation rounds after which a verdict is tried.
         race_looks: numbers of rounds of step 2's race after which slow settings drop out of it;
             none, no race.
+        num_finalists: settings that draft which validation measures side by side.
         places: devices that measure at the same time; each measures every point.
         tensor_parallel_size: GPUs of each of these, over which the model is split.
         seed: seeds the bootstrap.
@@ -173,6 +176,7 @@ class Plan:
     stop_precision: float = 0.05
     looks: tuple[int, ...] = DEFAULT_LOOKS
     race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
+    num_finalists: int = 2
     places: int = 1
     tensor_parallel_size: int = 1
     seed: int = 0

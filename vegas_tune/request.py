@@ -44,6 +44,7 @@ class Defaults:
         ratios: candidate sparsity ratios.
         looks: validation rounds after which a verdict is tried.
         stop_precision: half-width of the speed-up's interval at which validation stops.
+        num_finalists: settings that draft which validation measures side by side.
         rows: query rows of the verify block that `vegas` sums.
     """
 
@@ -59,6 +60,7 @@ class Defaults:
     ratios: tuple[float, ...]
     looks: tuple[int, ...] = DEFAULT_LOOKS
     stop_precision: float = 0.05
+    num_finalists: int = 2
     rows: Rows = "two"
 
 
@@ -115,6 +117,8 @@ VLLM: Final = Defaults(
     # time for few, and spread less. So rounds go on while there is time, and count from six on.
     looks=(6, 12, 24, 48),
     stop_precision=0.015,
+    # The fastest lie within some per cent of each other there: seconds of search cannot order them.
+    num_finalists=3,
     # Sums of all rows cost no more than of two there, and 2 to 7 % more tokens come of it
     # (`rows_all_vs_two` in benchmarks/results/vllm_h200.json).
     rows="all",
@@ -143,6 +147,7 @@ class SweepRequest:
     gammas: tuple[int, ...] | None
     looks: tuple[int, ...]
     stop_precision: float
+    num_finalists: int
     cells: tuple[CellKey, ...]
     tensor_parallel_size: int
     seed: int
@@ -200,6 +205,7 @@ class SweepRequest:
             gammas=gammas,
             looks=given["looks"],
             stop_precision=given["stop_precision"],
+            num_finalists=given["num_finalists"],
             cells=make_cells(batches or (given["batch"],), contexts or (given["context"],)),
             tensor_parallel_size=given["tensor_parallel_size"],
             seed=given["seed"],

@@ -245,7 +245,7 @@ class _Sweep:
 
     def _validate(self, finalists: Sequence[SpeculationConfig]) -> SweepResult:
         """Fresh measurements of the finalists against plain decoding, in rounds."""
-        names = " and ".join(named(config) for config in finalists)
+        names = ", ".join(named(config) for config in finalists)
         self._progress.started(VALIDATE, f"{names or 'nothing'} against plain decoding, afresh")
         return self._conclude(finalists, validate_afresh(self._plan, self._bench, finalists))
 
@@ -301,7 +301,7 @@ class _Sweep:
     # ------------------------------------------------------------------ validation
 
     def _finalists(self) -> list[SpeculationConfig]:
-        """The last choice and the best other setting near it, cheapest first."""
+        """The last choice and the best other settings near it, cheapest first."""
         last = self._last_choice()
         if last is None:
             return []
@@ -313,7 +313,7 @@ class _Sweep:
             and config != last
             and rates.ratio(config, last).est >= 1 - FINALIST_LOSS
         ]
-        return sorted([last, *others[:1]], key=_cost_order)
+        return sorted([last, *others[: self._plan.num_finalists - 1]], key=_cost_order)
 
     def _conclude(
         self, finalists: Sequence[SpeculationConfig], validated: Validated

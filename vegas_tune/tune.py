@@ -185,6 +185,7 @@ def plan_sweep(
         rounds=request.rounds,
         looks=request.looks,
         stop_precision=request.stop_precision,
+        num_finalists=request.num_finalists,
         tensor_parallel_size=request.tensor_parallel_size,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
