@@ -76,7 +76,8 @@ GAMMAS = (4, 6, 8)
 OWN_GAMMAS = (3, 4, 6)
 RATIOS = (0.03, 0.05)
 METHODS = (
-    "vegas,all_rows,last_accepted,accepted_only,streaming_llm,spec_extend,sparse_spec,snapkv,quest"
+    "vegas,all_rows,all_rows_pages,last_accepted,accepted_only,streaming_llm,spec_extend,"
+    "sparse_spec,snapkv,quest"
 )
 # As many as there is time for.
 MOST_ROUNDS = 6
