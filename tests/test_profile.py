@@ -261,11 +261,24 @@ def version_1(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return values
 
 
+def test_a_switch_that_came_later_is_written_only_where_it_is_set() -> None:
+    plain = SpeculationConfig(num_speculative_tokens=5, sparsity_ratio=0.07)
+    ids = set()
+    for config in (plain, plain.replace(granularity="page")):
+        made = make_profile(selected={"default": config.to_dict()}).seal()
+        written = made.to_dict()["selected"]["default"]
+        assert ("granularity" in written) == (config != plain)
+        assert parse_profile(profile_module.to_yaml(made.to_dict())).selected.default == config
+        ids.add(made.profile_id)
+    assert len(ids) == 2
+
+
 def test_an_older_profile_is_migrated_and_sealed_again(version_1: dict[str, Any]) -> None:
     migrated = parse_profile(profile_module.to_yaml(version_1))
 
     assert migrated.schema_version == 2
-    assert migrated.selected.default.to_dict() == version_1["selected"]["chosen"]
+    chosen = SpeculationConfig.from_dict(version_1["selected"]["chosen"])
+    assert migrated.selected.default == chosen
     assert migrated.profile_id == migrated.compute_id() != version_1["profile_id"]
 
 
