@@ -31,8 +31,7 @@ SETTINGS: Final[list[dict[str, Any]]] = [
     {"algorithm": "quest"},
     {"algorithm": "quest", "scope": "kv_head"},
     {"algorithm": "spec_extend", "sparsity_ratio": 0.5},
-    {"rows": "all", "granularity": "page", "sparsity_ratio": 0.5},
-    {"rows": "last_accepted", "granularity": "page", "scope": "kv_head", "sparsity_ratio": 0.5},
+    {"rows": "all", "granularity": "page", "scope": "kv_head", "sparsity_ratio": 0.5},
     {"algorithm": "sparse_spec", "sparsity_ratio": 0.4},
     {"algorithm": "snapkv"},
 ]

@@ -282,12 +282,15 @@ def _children_s() -> float:
 @pytest.mark.parametrize("arguments", ['"--help"', '"sweep", "--help"', '"apply", "--help"'])
 def test_help_answers_at_once_and_loads_no_model_library(arguments: str) -> None:
     code = CALL_HELP.format(arguments=arguments) + LIST_HEAVY
-    times = []
+    times, bare = [], []
     for _ in range(5):
         before = _children_s()
         shown = run_python("-c", code)
         times.append(_children_s() - before)
         assert "Usage: vegas-tune" in shown.stdout
         assert shown.stdout.splitlines()[-1] == "[]"
-    # Processor time, the best of five: what else the machine does is not the command line's doing.
-    assert min(times) < 0.5
+        before = _children_s()
+        run_python("-c", "import typer, rich.console, yaml")
+        bare.append(_children_s() - before)
+    # Processor time, the best of five, beside what printing any such help takes on this machine.
+    assert min(times) < 3 * min(bare)

@@ -45,9 +45,11 @@ def flash_attention_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_each_device
 @on_each_path
-@pytest.mark.parametrize("rows", ["two", "first_middle_last", "all"])
+@pytest.mark.parametrize(
+    ("rows", "granularity"),
+    [("two", "token"), ("first_middle_last", "token"), ("all", "token"), ("two", "page")],
+)
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
-@pytest.mark.parametrize("granularity", ["token", "page"])
 def test_lists_are_the_policys_and_hold_the_oracles_weight(
     device: str, path: str, rows: str, scope: str, granularity: str
 ) -> None:
