@@ -29,6 +29,7 @@ class PlainCollector:
     def __init__(self, *, shape: Any, limits: Any, config: SpeculationConfig, **_: Any) -> None:
         self.shape, self.limits = shape, limits
         self.algorithm, self.rows = config.algorithm, config.rows
+        self.granularity = config.granularity
         self.steps = self.draft_steps = 0
         self.kept: list[float] = []
 
@@ -37,6 +38,9 @@ class PlainCollector:
 
     def set_rows(self, rows: str) -> None:
         self.rows = rows
+
+    def set_granularity(self, granularity: str) -> None:
+        assert granularity == "token", "tokens alone are ranked here"
 
     def forget(self) -> None:
         pass
