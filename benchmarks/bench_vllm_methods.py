@@ -1,6 +1,6 @@
 """Every method in vLLM 0.33 on one GPU, each at its best: `bench_vllm_methods PART`.
 
-Each part takes less than five minutes, and both write to one file.
+Both that measure take five to seven minutes, and write to one file.
 
     sparse   stock vLLM and the plugin's engine side by side: every method that selects KV entries
              at every candidate setting, then each at its fastest, and plain decoding, in

@@ -130,6 +130,17 @@ def takes_pages(config: SpeculationConfig) -> bool:
     return config.algorithm == "spec_extend" or config.granularity == "page"
 
 
+def competing(
+    config: SpeculationConfig, counts: Sequence[int], ends: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Entries kept and where candidates end: whole pages of both where pages compete."""
+    if not takes_pages(config):
+        return list(counts), list(ends)
+    ends = [end // PAGE_SIZE * PAGE_SIZE for end in ends]
+    kept = zip(counts, ends, strict=True)
+    return [min(count // PAGE_SIZE * PAGE_SIZE, end) for count, end in kept], ends
+
+
 def ranked_scores(codes: Tensor, config: SpeculationConfig) -> Tensor:
     """What codes [..., n] stand for in the ranking: each its own weight, or its page's."""
     scores = paged.decode_scores(codes.cpu())

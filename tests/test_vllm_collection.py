@@ -12,6 +12,7 @@ from tests.collector_cases import (
     DTYPE,
     GAMMA,
     budgets_of,
+    competing,
     exact_scores,
     flash_attention_stand_in,
     listed_positions,
@@ -23,7 +24,6 @@ from tests.collector_cases import (
 )
 from tests.paged_cases import OUT_TOLERANCE, Case, make_paged, oracle
 from vegas_runtime.errors import ConfigError, UsageError
-from vegas_runtime.policies.topk import PAGE_SIZE
 from vegas_runtime.vllm_plugin import paths, ranking
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="no CPU"))
@@ -66,9 +66,7 @@ def test_lists_are_the_policys_and_hold_the_oracles_weight(
     tails = [
         n - queries + 1 if n else 0 for n, queries in zip(CASE.lens, CASE.queries, strict=True)
     ]
-    if granularity == "page":
-        tails = [tail // PAGE_SIZE * PAGE_SIZE for tail in tails]
-        counts = [min(n // PAGE_SIZE * PAGE_SIZE, t) for n, t in zip(counts, tails, strict=True)]
+    counts, tails = competing(config, counts, tails)
     assert step.collector.selected(0, 5)[1].tolist() == counts
     assert cast(Any, step.collector)._lengths.tail_start[:5].tolist() == tails
     for layer in range(2):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.collector_cases import DTYPE, make_config, vegas_positions
+from tests.collector_cases import DTYPE, competing, make_config, vegas_positions
 from tests.paged_cases import OUT_TOLERANCE, Case, compare_outputs, make_paged, oracle
 from vegas_runtime.kernels import paged
 from vegas_runtime.policies.base import SelectionInput
@@ -113,35 +113,31 @@ def test_selection_is_the_policys_on_the_same_scores(
 
 @on_each_device
 @pytest.mark.parametrize(("levels", "granularity"), [(1, "token"), (256, "token"), (80, "page")])
-def test_selection_from_whole_rows(device: str, levels: int, granularity: str) -> None:
-    lens = [7400, 4096, 1, 0, 300]
-    check_selection(
-        lens,
-        layers=2,
-        heads=1,
-        ratio=0.07,
-        floor=64,
-        seed=2,
-        levels=levels,
-        device=device,
-        granularity=granularity,
-    )
-
-
-@on_each_device
-@pytest.mark.parametrize(("levels", "granularity"), [(1, "token"), (256, "token"), (80, "page")])
-def test_selection_from_rows_too_long_for_registers(
-    device: str, levels: int, granularity: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("whole_row", "lens", "seed"),
+    [
+        (triton_select.WHOLE_ROW, [7400, 4096, 1, 0, 300], 2),
+        (100, [3 * triton_select.CHUNK + 17, triton_select.CHUNK, 1, 2 * triton_select.CHUNK], 1),
+    ],
+    ids=["whole", "too long for registers"],
+)
+def test_selection_from_long_rows(
+    device: str,
+    whole_row: int,
+    lens: list[int],
+    seed: int,
+    levels: int,
+    granularity: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(triton_select, "WHOLE_ROW", 100)
-    lens = [3 * triton_select.CHUNK + 17, triton_select.CHUNK, 1, 2 * triton_select.CHUNK]
+    monkeypatch.setattr(triton_select, "WHOLE_ROW", whole_row)
     check_selection(
         lens,
         layers=2,
         heads=1,
         ratio=0.07,
         floor=64,
-        seed=1,
+        seed=seed,
         levels=levels,
         device=device,
         granularity=granularity,
@@ -165,10 +161,7 @@ def check_selection(
     B, longest = len(lens), max(lens)
     config = make_config(sparsity_ratio=ratio, min_tokens=floor, granularity=granularity)
     counts = [config.kv_budget(n - 1) if n else 0 for n in lens]
-    ends = list(lens)
-    if granularity == "page":
-        ends = [n // 16 * 16 for n in lens]
-        counts = [min(count // 16 * 16, end) for count, end in zip(counts, ends, strict=True)]
+    counts, ends = competing(config, counts, lens)
     width = -(-max(longest, 1) // 64) * 64
     codes = torch.randint(0, levels, (layers, B, heads, width), generator=rng).byte()
     table = torch.stack([torch.randperm(longest // 16 + 1, generator=rng) for _ in lens]).int()

@@ -13,9 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vegas_runtime.policies.topk import PAGE_SIZE
-
-_PAGE = tl.constexpr(PAGE_SIZE)
+from vegas_runtime.vllm_plugin.triton_steps import competing
 
 
 @triton.jit
@@ -144,10 +142,7 @@ def _accepted_kernel(
     first = accepted if ROWS == "last" else 0
     last = own - 1 if ROWS == "all" else accepted
     scored = tl.where(own > 0, length - own + 1, 0)
-    count = tl.minimum(tl.minimum(tl.load(budgets + b), scored), capacity)
-    if tl.load(in_pages) != 0:
-        scored = scored // _PAGE * _PAGE
-        count = tl.minimum(count // _PAGE * _PAGE, scored)
+    scored, count = competing(scored, tl.load(budgets + b), capacity, in_pages)
     if COUNTS_TAIL:
         request = tl.load(request_ids + b)
         is_request = (request >= 0) & (length > 0)

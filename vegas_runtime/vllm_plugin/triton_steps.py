@@ -12,10 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from vegas_runtime.policies.streaming_llm import KV_BLOCK_SIZE
+from vegas_runtime.policies.topk import PAGE_SIZE
 from vegas_runtime.vllm_plugin.triton_select import Units
 
 _PAGE = tl.constexpr(KV_BLOCK_SIZE)
+_SCORED_PAGE = tl.constexpr(PAGE_SIZE)
 _WINDOW_BLOCK: Final = 128
+
+
+@triton.jit
+def competing(scored, budget, capacity, in_pages):
+    """Tokens that compete and how many of them are kept: whole pages where pages compete."""
+    count = tl.minimum(tl.minimum(budget, scored), capacity)
+    if tl.load(in_pages) != 0:
+        scored = scored // _SCORED_PAGE * _SCORED_PAGE
+        count = tl.minimum(count // _SCORED_PAGE * _SCORED_PAGE, scored)
+    return scored, count
 
 
 @triton.jit
@@ -42,13 +54,10 @@ def _step_kernel(
     is_scored = (length > 0) & (own > 0) & (tl.load(algorithm) == 0)
     own = tl.where(is_scored, tl.minimum(own, length), 0)
     scored = tl.where(own > 0, length - own + 1, 0)
-    budget = tl.minimum(tl.minimum(tl.load(budgets + b), scored), capacity)
-    if tl.load(in_pages) != 0:
-        scored = scored // _PAGE * _PAGE
-        budget = tl.minimum(budget // _PAGE * _PAGE, scored)
+    scored, count = competing(scored, tl.load(budgets + b), capacity, in_pages)
     tl.store(rows + b, own)
     tl.store(candidates + b, scored)
-    tl.store(counts + b, tl.maximum(budget, 0))
+    tl.store(counts + b, tl.maximum(count, 0))
     tl.store(tail_start + b, scored)
     last = own - 1
     chosen = tl.load(row_set)
