@@ -6,8 +6,8 @@ setting with the highest mean rate, plain decoding among them; the sweep decides
 Whatever comes out is written.
 
 `--backend vllm --model FOLDER` records the grid first (`vllm_grid`), and races what the sweep and
-its best rival choose from it, on the engine itself; `--seeds 0` leaves the replays for a machine
-without a GPU.
+its best rival choose from it, on the engine itself; with `--race` the grid is one that was recorded
+earlier. `--seeds 0` leaves the replays for a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--name", default="ablation_cpu", help="of the results file")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--backend", choices=("vllm",), help="record the grid there first")
+    parser.add_argument("--race", action="store_true", help="of a grid recorded; no other is")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batch", type=int, default=128, help="requests running, with --backend")
     parser.add_argument(
@@ -46,12 +47,11 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[Row] = []
     if args.backend == "vllm":
-        from benchmarks.vllm_grid import record_and_race
+        from benchmarks.vllm_grid import race_recorded, record_and_race
 
+        measure_there = race_recorded if args.race else record_and_race
         try:
-            record_and_race(
-                args.model, args.grid, rows, batch_size=args.batch, seconds=args.seconds
-            )
+            measure_there(args.model, args.grid, rows, batch_size=args.batch, seconds=args.seconds)
         finally:
             _publish(args.name, args.grid, rows, args.out)
     if args.seeds:

@@ -9,6 +9,7 @@
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights; with
                  `--tensor-parallel 2` split over two GPUs, and acceptance at ratio 1 there
     sweep        the default sweep of the command line: engine starts and GPU time
+    agree        no GPU: how far apart the sweeps run so far are, from the records they kept
 
 Every part writes its rows at its end, and its raw step records beside them.
 """
@@ -17,21 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 from benchmarks.results_file import RESULTS, Row, write_rows
-from benchmarks.vllm_arms import SAMPLED, row, setting_of
 from benchmarks.vllm_lossless import invariant, lossless, served
 from benchmarks.vllm_shape import shape
+from benchmarks.vllm_sweeps import agree, kept_records, sweep
 from benchmarks.vllm_throughput import throughput
 from vegas_runtime.backend import find_checkpoint
-from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.errors import EXIT_CODES
 
-PARTS = ("throughput", "lossless", "served", "invariant", "both", "shape", "sweep")
+PARTS = ("throughput", "lossless", "served", "invariant", "both", "shape", "sweep", "agree")
 
 
 def main() -> None:
@@ -48,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
     args = parser.parse_args()
-    name = "vllm_h200"
+    name, is_replay = "vllm_h200", args.part == "agree"
     # Filled as figures come, so that a run that is cut off publishes those it reached.
     rows: list[Row] = []
     try:
@@ -71,45 +67,16 @@ def main() -> None:
             shape(args.data, rows, tensor_parallel_size=args.tensor_parallel)
         else:
             name = "sweep_h200"
-            sweep(args.model, args.data, rows)
+            if args.part == "sweep":
+                sweep(args.model, args.data, rows)
+            else:
+                agree(kept_records(args.data), rows)
     finally:
         for one in rows:
             print(one)
         if rows:
-            print(write_rows(name, rows, device="cuda", folder=args.out))
-
-
-STARTS = ("engine_starts", "stock_engine_starts")
-FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
-
-
-def sweep(model: str, data: Path, rows: list[Row]) -> None:
-    """The default sweep of the command line, a process of its own, timed from outside."""
-    folder = data / f"sweep_h200_{time.time_ns()}"
-    command = [
-        sys.executable, "-m", "vegas_tune.cli", "sweep", "--model", model, "--backend", "vllm",
-        "--temperature", str(SAMPLED.temperature), "--top-p", str(SAMPLED.top_p),
-        "--top-k", str(SAMPLED.top_k), "--run-dir", str(folder), "--json",
-    ]  # fmt: skip
-    started_s = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    wall_s = time.monotonic() - started_s
-    if done.returncode not in (EXIT_CODES["ok"], EXIT_CODES["inconclusive"]):
-        raise SystemExit(f"the sweep ended with {done.returncode}: {done.stdout}")
-    outcome = json.loads(done.stdout)
-    selected = SpeculationConfig.from_dict(outcome["selected"])
-    case = f"default plan, {setting_of(selected)} ({outcome['status']})"
-    use = outcome["engine_use"]
-    rows += [
-        *(row(name, case, float(use[name]), "starts") for name in STARTS),
-        row("gpu_minutes", case, use["gpu_minutes"], "min"),
-        row("wall_s", case, wall_s, "s"),
-    ]
-    for claim, unit in FIGURES.items():
-        found = (outcome["results"] or {}).get(claim)
-        if found is not None:
-            ends = {"low": found.get("low"), "high": found.get("high")}
-            rows.append(Row(claim=claim, case=case, value=found["est"], unit=unit, **ends))
+            facts = json.loads((args.out / f"{name}.json").read_text()) if is_replay else None
+            print(write_rows(name, rows, device="cuda", facts=facts, folder=args.out))
 
 
 if __name__ == "__main__":

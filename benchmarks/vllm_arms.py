@@ -37,8 +37,9 @@ CONTEXT = 7393
 NEW_TOKENS = 768
 SAMPLED = SamplingConfig(temperature=0.6, top_p=0.95, top_k=20, seed=17)
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=64)
-# Every verify row summed costs no more than two of them, and more drafts are accepted.
-VEGAS = BASE.replace(rows="all")
+# Every verify row summed costs no more than two of them, whole pages no more than tokens, and more
+# drafts are accepted.
+VEGAS = BASE.replace(rows="all", granularity="page")
 # The setting whose acceptance the prototype reported.
 REPORTED = BASE.replace(num_speculative_tokens=6, sparsity_ratio=0.07)
 SPARE_PROMPTS = 8

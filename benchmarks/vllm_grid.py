@@ -1,4 +1,4 @@
-"""Record a full grid on vLLM in one engine start, and race on it live what searches choose from it.
+"""Record a full grid on vLLM in one engine start, and race live what searches choose from it.
 
 Every setting is measured once, in random order, then once more, and so on until the time is over.
 Each pass is a file of its own as soon as it has ended, so a run that is cut off keeps what it
@@ -11,8 +11,9 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from benchmarks.grid import Grid
 from benchmarks.results_file import Row
 from benchmarks.rivals import searches
 from benchmarks.vllm_arms import (
+    BASE,
     CONTEXT,
     NEW_TOKENS,
     SPARE_PROMPTS,
-    VEGAS,
     Evidence,
     block_of,
     engine_of,
@@ -43,7 +44,8 @@ from vegas_tune.measure import Measurement, mean_ratio, measure
 
 GAMMAS = (2, 3, 4, 5, 6, 8)
 RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1)
-PLAIN = VEGAS
+# As the grid in `data` was recorded.
+PLAIN = BASE.replace(rows="all")
 # Of a pass, for each running request: some 25 iterations. Admitting the batch costs as much again,
 # and more passes tell more than longer ones.
 TOKENS_PER_REQUEST = 96
@@ -51,7 +53,7 @@ WARM_TOKENS_PER_REQUEST = 8
 RACE_TOKENS_PER_REQUEST = 160
 # Of the time given: kept for choosing from the recording, and for the race.
 RACE_S = 45.0
-RACE_ROUNDS = 8
+RACE_ROUNDS = 20
 _PASS_LIMIT_S = 30.0
 # Far from every recorded replicate, so that no sample is drawn twice.
 _RACE_REPLICATE = 1000
@@ -69,6 +71,27 @@ def record_and_race(
         batch_size: requests running.
         seconds: from the engine's start on.
     """
+    with _started(model, batch_size) as (engine, block):
+        until_s = engine.now_s() + seconds
+        _record_and_race(engine, block, path, rows, until_s=until_s)
+
+
+def race_recorded(
+    model: str, path: Path, rows: list[Row], *, batch_size: int, seconds: float
+) -> None:
+    """Race what searches choose from a grid that was recorded earlier; see `record_and_race`."""
+    chosen = choices(Grid.open(path))
+    with _started(model, batch_size) as (engine, block):
+        until_s = engine.now_s() + seconds
+        engine.prepare(block)
+        for config in (*chosen.values(), PLAIN):
+            warm_up(engine, block, config)
+        _race(engine, block, chosen, path, rows, until_s=until_s)
+
+
+@contextmanager
+def _started(model: str, batch_size: int) -> Iterator[tuple[VllmEngine, PromptBlock]]:
+    """An engine for every setting of the grid, and the prompts."""
     checkpoint = find_checkpoint(model, report=say)
     capacity = Capacity(
         batch_size=batch_size,
@@ -81,9 +104,7 @@ def record_and_race(
         # While the engine starts.
         reading = pool.submit(source_prompts, checkpoint.tokenizer, batch_size + SPARE_PROMPTS)
         with engine_of(checkpoint, capacity) as engine:
-            until_s = engine.now_s() + seconds
-            block = block_of(reading.result(), batch_size)
-            _record_and_race(engine, block, path, rows, until_s=until_s)
+            yield engine, block_of(reading.result(), batch_size)
 
 
 def _record_and_race(
@@ -102,11 +123,7 @@ def _record_and_race(
     if len(grid.settings) < 1 + len(GAMMAS) * len(RATIOS):
         say(f"only {len(grid.settings)} settings were recorded; the same command goes on")
         return
-    evidence = Evidence(path.with_name(f"{path.name.partition('.')[0]}_race.jsonl.z"))
-    try:
-        rows += race(engine, block, choices(grid), evidence, until_s=until_s)
-    finally:
-        evidence.write()
+    _race(engine, block, choices(grid), path, rows, until_s=until_s)
 
 
 def grid_header(engine: VllmEngine, block: PromptBlock, prefill_s: float) -> dict[str, Any]:
@@ -187,7 +204,8 @@ def record(engine: VllmEngine, block: PromptBlock, recording: Recording, *, unti
 
     A pass that fails or is not steady is said and left out; its place in a round stays empty.
     """
-    warm_up(engine, block)
+    for gamma in (0, *GAMMAS):
+        warm_up(engine, block, setting(gamma, RATIOS[-1]))
     done = recording.done
     for replicate in itertools.count():
         order = settings()
@@ -231,16 +249,15 @@ def take(
     )
 
 
-def warm_up(engine: VllmEngine, block: PromptBlock) -> None:
-    """A few steps at each gamma, not kept: what is compiled on first use is compiled then."""
-    for gamma in (0, *GAMMAS):
-        engine.configure(setting(gamma, RATIOS[-1]))
-        engine.run(
-            block,
-            replicate=_RACE_REPLICATE - 1,
-            max_tokens=WARM_TOKENS_PER_REQUEST * block.batch_size,
-            deadline_s=engine.now_s() + _PASS_LIMIT_S,
-        )
+def warm_up(engine: VllmEngine, block: PromptBlock, config: SpeculationConfig) -> None:
+    """A few steps at a setting, not kept: what is compiled on first use is compiled then."""
+    engine.configure(config)
+    engine.run(
+        block,
+        replicate=_RACE_REPLICATE - 1,
+        max_tokens=WARM_TOKENS_PER_REQUEST * block.batch_size,
+        deadline_s=engine.now_s() + _PASS_LIMIT_S,
+    )
 
 
 def settings() -> list[SpeculationConfig]:
@@ -277,6 +294,23 @@ def choices(grid: Grid) -> dict[str, SpeculationConfig]:
         say(f"  {name}: {setting_of(config)}, {below}")
     say(f"chosen from the recording in {time.monotonic() - started_s:.1f} s")
     return {", ".join(names): config for config, names in list(by_setting.items())[:2]}
+
+
+def _race(
+    engine: VllmEngine,
+    block: PromptBlock,
+    chosen: Mapping[str, SpeculationConfig],
+    path: Path,
+    rows: list[Row],
+    *,
+    until_s: float,
+) -> None:
+    """Race, and keep the passes beside the grid's file."""
+    evidence = Evidence(path.with_name(f"{path.name.partition('.')[0]}_race.jsonl.z"))
+    try:
+        rows += race(engine, block, chosen, evidence, until_s=until_s)
+    finally:
+        evidence.write()
 
 
 def race(

@@ -9,12 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.special import stdtrit
+
 from benchmarks.results_file import Row, write_rows
 from benchmarks.vllm_arms import BASE, figures_of, mean_of, row, setting_of
 from vegas_runtime.backend import STOCK_METHODS
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run
-from vegas_tune.measure import Estimate, Measurement, accepted, mean_ratio, unpaired_ratio
+from vegas_tune.measure import (
+    Estimate,
+    FloatArray,
+    Measurement,
+    accepted,
+    mean_ratio,
+    unpaired_ratio,
+)
 from vegas_tune.methods import PLAIN
 
 NAME = "methods_vllm_h200"
@@ -130,8 +140,9 @@ def sparse_rows(case: str, arms: Mapping[str, Passes], base: Sequence[float]) ->
     rounds = min((len(one.figures) for one in arms.values()), default=0)
     if min(rounds, len(base)) < 2:
         return rows
-    logs = {name: [math.log(rate) for rate in one.rates[:rounds]] for name, one in arms.items()}
-    windows = {one.config: one for one in arms.values() if one.config.algorithm == WINDOW}
+    logs = logs_of({name: one.rates[:rounds] for name, one in arms.items()})
+    times = logs_of({name: one.step_s[:rounds] for name, one in arms.items()})
+    windows = {one.config: name for name, one in arms.items() if one.config.algorithm == WINDOW}
     methods = [name for name in arms if name != PLAIN and not name.startswith(_WINDOW_NAME)]
     methods.sort(key=lambda name: -sum(logs[name]))
     if PLAIN in arms:
@@ -141,17 +152,16 @@ def sparse_rows(case: str, arms: Mapping[str, Passes], base: Sequence[float]) ->
     for name in methods:
         one = arms[name]
         own = f"{case} method={name}, {setting_of(one.config)}"
-        rows += method_rows(own, one)
+        rows += method_rows(own, one, _level(logs, name))
         rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
         if PLAIN in arms:
-            rows.append(row("speedup_vs_gamma0", own, _paired(logs, name, PLAIN), "x"))
+            rows.append(row("speedup_vs_gamma0", own, paired_ratio(logs, name, PLAIN), "x"))
         other = next((each for each in methods if each != name), None)
         if other is not None:
-            rows.append(row("vs_best_other", own, _paired(logs, name, other), "x"))
+            rows.append(row("vs_best_other", own, paired_ratio(logs, name, other), "x"))
         window = windows.get(window_of(one.config))
-        if window is not None and window is not one:
-            pairs = zip(window.step_s, one.step_s, strict=False)
-            rest = mean_ratio([math.log(without / with_it) for without, with_it in pairs])
+        if window is not None and window != name:
+            rest = paired_ratio(times, window, name)
             overhead = Estimate(est=1 - rest.est, low=1 - rest.high, high=1 - rest.low, n=rest.n)
             rows.append(row("selection_overhead", own, overhead, "share of an iteration"))
     return rows
@@ -172,24 +182,17 @@ def own_rows(
     gamma = max(by_gamma, key=lambda each: by_gamma[each][0])
     one = by_gamma[gamma][1]
     own = f"{case} method={name}, gamma {gamma}"
-    rows += method_rows(own, one)
+    rows += method_rows(own, one, mean_ratio([math.log(rate) for rate in one.rates]))
     if len(base) > 1:
         rows.append(row("speedup_vs_stock", own, unpaired_ratio(one.rates, base), "x"))
         rows.append(row("stock_decode", f"{case}, beside {name}", mean_of(base), "tok/s"))
     return rows
 
 
-def method_rows(case: str, passes: Passes) -> list[Row]:
+def method_rows(case: str, passes: Passes, decode: Estimate) -> list[Row]:
     """Throughput, tokens per iteration and acceptance by position of one method."""
     counts = [one.counts for one in passes.figures if one.counts]
-    rows = [
-        row(
-            "decode",
-            case,
-            mean_ratio([math.log(rate) for rate in passes.rates]),
-            "tok/s",
-        )
-    ]
+    rows = [row("decode", case, decode, "tok/s")]
     if counts:
         rows.append(row("tokens_per_iteration", case, accepted(counts).shifted(1.0), "tokens"))
     positions = list(zip(*(one.survival for one in passes.figures), strict=False))
@@ -236,9 +239,39 @@ def _ratio(top: Mapping[str, Any], bottom: Mapping[str, Any]) -> Estimate:
     return Estimate(est=est, low=est * math.exp(-down), high=est * math.exp(up), n=2)
 
 
-def _paired(logs: Mapping[str, Sequence[float]], one: str, other: str) -> Estimate:
-    pairs = zip(logs[one], logs[other], strict=True)
-    return mean_ratio([above - below for above, below in pairs])
+def logs_of(values: Mapping[str, Sequence[float]]) -> dict[str, FloatArray]:
+    """Logarithms of each arm's figures, one per round."""
+    return {name: np.log(np.asarray(found, dtype=float)) for name, found in values.items()}
+
+
+def paired_ratio(logs: Mapping[str, FloatArray], one: str, other: str) -> Estimate:
+    """Ratio of two arms over the rounds, with a 95 % interval from the spread of all arms.
+
+    Rounds are the blocks of a block design, arms its treatments: what is left of the logarithms
+    when both are taken off has (arms - 1) * (rounds - 1) degrees of freedom. A round takes a
+    minute, so there are few; two rounds of one pair would leave a single degree.
+    """
+    table = np.stack(list(logs.values()))
+    rest = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
+    arms, rounds = table.shape
+    return _pooled(logs[one] - logs[other], rest, (arms - 1) * (rounds - 1), terms=2)
+
+
+def _level(logs: Mapping[str, FloatArray], name: str) -> Estimate:
+    """Mean of one arm over the rounds, its spread that of all arms together."""
+    table = np.stack(list(logs.values()))
+    rest = table - table.mean(axis=1, keepdims=True)
+    return _pooled(logs[name], rest, rest.size - len(rest), terms=1)
+
+
+def _pooled(values: FloatArray, rest: FloatArray, freedom: int, *, terms: int) -> Estimate:
+    """Exponential of a mean over rounds, of which each is a sum of so many figures."""
+    spread = math.sqrt(float((rest**2).sum()) / freedom)
+    reach = float(stdtrit(freedom, 0.975)) * spread * math.sqrt(terms / len(values))
+    mean = float(values.mean())
+    return Estimate(
+        est=math.exp(mean), low=math.exp(mean - reach), high=math.exp(mean + reach), n=len(values)
+    )
 
 
 def window_of(config: SpeculationConfig) -> SpeculationConfig:

@@ -48,6 +48,7 @@ def flash_attention_stand_in(
     """What `flash_attn_varlen_func` computes with a page table, request by request."""
     assert causal
     assert fa_version == 3
+    assert s_aux is None or s_aux.dtype == torch.bfloat16
     assert int(seqused_k.max()) <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
     lse = torch.full((q.shape[1], q.shape[0]), math.nan, device=q.device)
     for b in range(seqused_k.shape[0]):

@@ -120,7 +120,7 @@ def make_paged(case: Case, device: torch.device) -> Paged:
     T = sum(case.queries)
     q = case.gain * torch.randn(T, case.heads, case.head_dim, generator=rng)
     starts = torch.tensor([0, *case.queries]).cumsum(0)
-    sinks = {"none": None, "small": torch.randn(case.heads, generator=rng)}
+    sinks = {"none": None, "small": torch.randn(case.heads, generator=rng).bfloat16().float()}
     sinks |= {"-inf": torch.full((case.heads,), -math.inf)}
     sinks |= {"large": torch.full((case.heads,), 50.0)}
     sink = sinks[case.sinks]

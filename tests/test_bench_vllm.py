@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from fake_vllm import FAST, Clock, checkpoint, inline_engine
 
 from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_throughput
-from benchmarks.results_file import Row
+from benchmarks.results_file import RESULTS, Row
+from benchmarks.vllm_sweeps import agree, kept_records
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
@@ -213,3 +215,31 @@ def test_source_prompts_are_distinct_and_of_exact_length(
     assert len(set(found)) == 12
     with pytest.raises(SystemExit, match="prompts of 500 tokens were found"):
         vllm_arms.source_prompts(tokenizer, 10_000, 500)
+
+
+# ------------------------------------------------------------------ sweeps
+
+
+def test_published_sweeps_are_their_records() -> None:
+    records = kept_records(RESULTS.parent / "data")
+    assert len(records) > 1
+    rows: list[Row] = []
+    agree(records, rows)
+    published = json.loads((RESULTS / "sweep_h200.json").read_text())["rows"]
+    by_case = {(one["claim"], one["case"]): one["value"] for one in published}
+    for one in rows:
+        assert by_case[one.claim, one.case] == pytest.approx(one.value, rel=1e-3)
+    # What the run itself said, before its records were read again.
+    first, setting = rows[0], rows[0].case.split(": ")[1].rpartition(",")[0]
+    said = [value for (claim, case), value in by_case.items() if claim == "decode_tok_s"]
+    assert said[0] == pytest.approx(first.value, rel=1e-3)
+    assert any(setting in case for claim, case in by_case if claim == "decode_tok_s")
+
+
+def test_sweeps_that_choose_alike_do_not_differ(tmp_path: Path) -> None:
+    (first, *_) = kept_records(RESULTS.parent / "data")
+    rows: list[Row] = []
+    agree([first, first], rows)
+    apart = {one.claim: one.value for one in rows if one.case == "2 runs"}
+    assert apart == {"gamma_difference": 0.0, "decode_difference_pct": 0.0}
+    assert kept_records(tmp_path) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_vllm
+import numpy as np
 import pytest
 from fake_vllm import FAST, Clock, FakeEngineCore, checkpoint, inline_engine
 
@@ -17,7 +19,7 @@ from benchmarks import bench_vllm_methods, render_readme, vllm_arms
 from benchmarks.bench_vllm_methods import Bench
 from benchmarks.results_file import Row
 from benchmarks.vllm_arms import Evidence
-from benchmarks.vllm_method_rows import publish, recorded, sparse_rows
+from benchmarks.vllm_method_rows import logs_of, paired_ratio, publish, recorded, sparse_rows
 from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, read_json_lines
@@ -138,6 +140,23 @@ def test_every_method_that_is_served_is_tuned_and_raced(part: Part) -> None:
         assert tokens.value == pytest.approx(truth, rel=0.05)
     assert {row["what"].split()[0] for row in part.passes} == {"stock", "tune", "race"}
     assert all(Run.from_dict(row["run"]).steps for row in part.passes)
+
+
+def test_few_rounds_of_many_arms_tell_a_ratio_and_how_well() -> None:
+    rng = np.random.default_rng(5)
+    covered, widths = 0, []
+    for _ in range(400):
+        drift = rng.normal(0, 0.1, size=2)
+        rates = {
+            f"arm {place}": np.exp(0.05 * place + drift + rng.normal(0, 0.03, size=2)).tolist()
+            for place in range(12)
+        }
+        ratio = paired_ratio(logs_of(rates), "arm 3", "arm 1")
+        covered += ratio.low <= math.exp(0.1) <= ratio.high
+        widths.append(ratio.high / ratio.low - 1)
+    assert 0.92 <= covered / 400 <= 0.98
+    # A single pair's two differences would reach a factor of 1.5 either way.
+    assert np.mean(widths) == pytest.approx(2 * 2.2 * 0.03, rel=0.1)
 
 
 def test_the_figures_can_be_had_again_from_the_passes(part: Part) -> None:

@@ -17,7 +17,7 @@ def options(**changes: Any) -> dict[str, Any]:
         "data": None, "context": None, "batch": None, "blocks": None, "waiting": None,
         "max_new_tokens": None, "tokens": None, "rounds": None, "temperature": 0.0, "top_k": 0,
         "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "algorithm": "vegas", "rows": None,
-        "metric": "weight", "scope": "layer", "granularity": "token", "min_tokens": None,
+        "metric": "weight", "scope": "layer", "granularity": None, "min_tokens": None,
         "max_gamma": 15, "ratios": None, "gammas": None, "tensor_parallel_size": 1, "seed": 0,
         "dtype": "auto", "device": "auto", "run_dir": None, "new": False,
     }  # fmt: skip

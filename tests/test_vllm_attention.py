@@ -70,6 +70,10 @@ def test_budgets_are_the_configurations_to_the_entry(pieces: dict[str, Any]) -> 
     ]
 
 
+def test_sinks_are_read_in_float32_whatever_the_model_holds(pieces: dict[str, Any]) -> None:
+    assert pieces["sinks"] == ["torch.float32", [0.5, -2.0]]
+
+
 def test_rows_and_requests_of_an_earlier_batch_do_not_stay(pieces: dict[str, Any]) -> None:
     assert pieces["budgets"]["is_prompt"] == [0, 0, 1, 0, 0, 0]
     assert pieces["budgets"]["rows"] == [1, 0, 0, 0, 0, 0]

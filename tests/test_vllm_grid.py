@@ -14,6 +14,7 @@ from benchmarks import bench_ablation, vllm_arms, vllm_grid
 from benchmarks.grid import Grid
 from benchmarks.results_file import Row
 from vegas_runtime.backend import Capacity
+from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
@@ -129,6 +130,37 @@ def test_passes_over_other_prompts_are_not_mixed_in(
     monkeypatch.setattr(vllm_grid, "source_prompts", lambda _, count: [(9, *range(39))] * count)
     with pytest.raises(SystemExit, match="other prompts"):
         record(vllm_grid.RACE_S + 3)
+
+
+def test_a_recorded_grid_can_be_raced_later(
+    starts: list[VllmEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_grid, "GAMMAS", (2, 4))
+    monkeypatch.setattr(vllm_grid, "RATIOS", (0.03, 0.1))
+    monkeypatch.setattr(vllm_grid, "searches", _searched)
+    path = tmp_path / "grid.jsonl.z"
+    both: list[list[Row]] = [[], []]
+    vllm_grid.record_and_race("fake", path, both[0], batch_size=BATCH, seconds=vllm_grid.RACE_S + 3)
+    recorded = path.read_bytes()
+    vllm_grid.race_recorded("fake", path, both[1], batch_size=BATCH, seconds=3)
+    assert path.read_bytes() == recorded
+    assert len(starts) == 2
+    for rows in both:
+        assert [one.claim for one in rows] == ["live_ratio", *["live_speedup_vs_gamma0"] * 2]
+        assert rows[0].case.startswith("three-step, TPE, the grid's best (gamma 4, ")
+        assert rows[0].low is not None
+        assert rows[0].low <= rows[0].value
+        assert 1 < rows[0].value < 1.3
+    arms = [row["what"] for row in read_json_lines(tmp_path / "grid_race.jsonl.z")]
+    assert len(set(arms)) == 3
+    # Forth and back.
+    assert arms[:3] == arms[5:2:-1]
+
+
+def _searched(grid: Grid, *_: Any) -> list[tuple[str, SpeculationConfig, int]]:
+    """What searches choose: the best, and another one."""
+    other = next(one for one in grid.settings if one not in (grid.best, grid.plain))
+    return [("three-step", grid.best, 3), ("random", other, 3), ("TPE", grid.best, 3)]
 
 
 def test_the_recorded_grid_is_compared_as_it_came(record: Record, tmp_path: Path) -> None:

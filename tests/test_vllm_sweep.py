@@ -439,10 +439,13 @@ def test_vllm_has_defaults_of_its_own() -> None:
     assert request.spec.batch_size == VLLM.batch
     assert request.tokens == request_module.VLLM_TOKENS_PER_REQUEST * VLLM.batch
     assert request.ratios == VLLM.ratios
-    assert request.base.rows == "all"
-    assert SweepRequest.from_options(options(backend="vllm", rows="two")).base.rows == "two"
+    assert (request.base.rows, request.base.granularity) == ("all", "page")
+    paper = SweepRequest.from_options(options(backend="vllm", rows="two", granularity="token"))
+    assert (paper.base.rows, paper.base.granularity) == ("two", "token")
     window = SweepRequest.from_options(options(backend="vllm", algorithm="streaming_llm"))
-    assert window.base.rows == "two", "a switch of vegas alone"
+    assert (window.base.rows, window.base.granularity) == ("two", "token"), "switches of vegas"
+    logits = SweepRequest.from_options(options(backend="vllm", metric="logit"))
+    assert (logits.base.rows, logits.base.granularity) == ("all", "token")
     # One token is left to compute after a hit on whole blocks.
     assert VLLM.context % 16 == 1
     large = SweepRequest.from_options(options(backend="vllm", batch=256))
@@ -454,7 +457,7 @@ def test_vllm_has_defaults_of_its_own() -> None:
 def test_default_starts_and_budget_leave_room_in_eight_minutes() -> None:
     # Starts of stock took 45 s on an H200, and 75 s on one whose disk held no compiled Python;
     # prefill and three passes add some ten.
-    assert VLLM.budget == "300s"
+    assert VLLM.budget == "220s"
     assert 300 + 2 * (75 + 10) <= 480
 
 

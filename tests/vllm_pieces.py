@@ -17,7 +17,11 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.vllm_plugin import graphs
-from vegas_runtime.vllm_plugin.attention import VegasMetadataBuilder
+from vegas_runtime.vllm_plugin.attention import (
+    DraftMetadata,
+    VegasAttentionImpl,
+    VegasMetadataBuilder,
+)
 from vegas_runtime.vllm_plugin.config import PluginSettings, with_settings
 from vegas_runtime.vllm_plugin.graphs import DraftGraphs, VerifyGraphs
 from vegas_runtime.vllm_plugin.step_inputs import StepInputs
@@ -25,7 +29,8 @@ from vegas_runtime.vllm_plugin.step_inputs import StepInputs
 
 def main() -> None:
     """Print every piece's answers."""
-    sys.stdout.write(json.dumps({"dispatch": dispatch(), "splits": splits(), "budgets": budgets()}))
+    pieces = (dispatch, splits, budgets, sinks)
+    sys.stdout.write(json.dumps({piece.__name__: piece() for piece in pieces}))
 
 
 def managed(kind: Any) -> Any:
@@ -128,6 +133,25 @@ def budgets() -> dict[str, Any]:
         "rows": inputs.rows.tolist(),
         "request_ids": inputs.request_ids.tolist(),
     }
+
+
+def sinks() -> list[Any]:
+    """Type and values of the sinks that a draft step hands on, of a model in bfloat16."""
+    found: list[Any] = []
+
+    def draft(*_: Any, sinks: torch.Tensor, **__: Any) -> None:
+        found.extend([str(sinks.dtype), sinks.tolist()])
+
+    impl: Any = object.__new__(VegasAttentionImpl)
+    impl.sinks = torch.tensor([0.5, -2.0], dtype=torch.bfloat16)
+    collector: Any = SimpleNamespace(begin_draft=lambda **_: None, draft=draft)
+    inputs = StepInputs(max_requests=1, max_rows=1, num_layers=1, device=torch.device("cpu"))
+    impl.attach(collector, inputs, 0)
+    none = torch.zeros(1, dtype=torch.int32)
+    rows = torch.zeros(1, 2, 8)
+    metadata = DraftMetadata(block_table=none[None], seq_lens=none, request_ids=none)
+    impl.forward(None, rows, rows, rows, torch.zeros(1, 2, 16, 16), metadata, rows)
+    return found
 
 
 if __name__ == "__main__":

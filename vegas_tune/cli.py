@@ -79,7 +79,9 @@ def sweep(
     ] = None,
     metric: Annotated[str, typer.Option(help="weight or logit (vegas).")] = "weight",
     scope: Annotated[str, typer.Option(help="layer or kv_head (vegas).")] = "layer",
-    granularity: Annotated[str, typer.Option(help="token or page (vegas).")] = "token",
+    granularity: Annotated[
+        str | None, typer.Option(help="token or page (vegas).", show_default="token; vLLM: page")
+    ] = None,
     min_tokens: Annotated[
         int | None, typer.Option(help="Floor of the KV budget; 256, packaged model 32.")
     ] = None,

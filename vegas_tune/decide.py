@@ -387,10 +387,11 @@ def validate(
     }  # fmt: skip
     widest = max(precision, abs(math.log(speedup.est)) * GAIN_SHARE)
     if speedup.half_width > widest:
+        told = "drafting pays, by how much " if speedup.low > 1 else ""
         return Validation(
             status="inconclusive",
             selected=winner,
-            why=f"{gain} is wider than +-{widest:.0%}: this machine is too noisy to tell.",
+            why=f"{gain} is wider than +-{widest:.0%}: {told}this machine is too noisy to tell.",
             **common,
         )
     if speedup.low > 1:

@@ -151,10 +151,13 @@ class VegasAttentionImpl(FlashAttentionImpl):
     collector: collection.Collector | None = None
     inputs: StepInputs | None = None
     layer_index: int = -1
+    # [H] float32: the model holds them in its own type, which the collector's kernels do not read.
+    _sinks: Tensor | None = None
 
     def attach(self, collector: collection.Collector, inputs: StepInputs, index: int) -> None:
-        """Let this layer collect and draft."""
+        """Let this layer collect and draft; its weights must be loaded."""
         self.collector, self.inputs, self.layer_index = collector, inputs, index
+        self._sinks = None if self.sinks is None else self.sinks.float()
 
     def forward(
         self,
@@ -253,7 +256,7 @@ class VegasAttentionImpl(FlashAttentionImpl):
             block_table=metadata.block_table,
             seq_lens=metadata.seq_lens,
             out=output,
-            sinks=self.sinks,
+            sinks=self._sinks,
         )
         return output
 
@@ -336,7 +339,7 @@ class VegasAttentionImpl(FlashAttentionImpl):
                 # Made for exactly the whole batch; FA3 makes its own where it is cut.
                 scheduler_metadata=metadata.scheduler_metadata if is_whole else None,
                 num_splits=metadata.max_num_splits if is_whole else self._free_splits,
-                sinks=self.sinks,
+                sinks=self._sinks,
             )
         if not is_whole:
             self._run_long(query, keys, values, metadata, split, output)

@@ -213,7 +213,7 @@ class FlashDraft:
             causal=True,
             block_table=pages,
             num_splits=self._num_splits,
-            s_aux=sinks,
+            s_aux=None if sinks is None else sinks.bfloat16(),
             fa_version=3,
         )
 

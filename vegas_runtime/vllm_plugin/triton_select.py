@@ -314,7 +314,7 @@ class Selector:
         targets = (block_table.stride(0), *lists.stride()[:3])
         addressing = (B, units.block, units.token, units.head)
         if self._chunks == 0:
-            block = triton.next_power_of_2(self._max_len)
+            block = max(triton.next_power_of_2(self._max_len), PAGE_SIZE)
             _row_kernel[(rows,)](
                 *(codes, candidates, counts, self._in_pages, block_table, lists),
                 *(*sources, *targets, *addressing),

@@ -232,7 +232,7 @@ class FlashVerify(_ExactScoring):
             block_table=block_table,
             scheduler_metadata=call.scheduler_metadata,
             num_splits=call.num_splits,
-            s_aux=sinks,
+            s_aux=None if sinks is None else sinks.bfloat16(),
             return_softmax_lse=True,
             fa_version=3,
         )
