@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from synthetic import Shape, SyntheticEngine, make_blocks
 from synthetic_methods import SHAPES, MethodsEngine
+from test_request import options
 
 from vegas_runtime.backend import Capacity, StockMethod, refusal_by_vllm, slowed_on_vllm
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
@@ -30,6 +31,7 @@ from vegas_tune.method_report import small_print, verdict
 from vegas_tune.method_table import MethodRow
 from vegas_tune.methods import PLAIN, STOCK
 from vegas_tune.progress import SweepProgress
+from vegas_tune.request import SweepRequest
 from vegas_tune.study import folder_lock
 from vegas_tune.workload import Workload
 from vegas_tune.workload_spec import WorkloadSpec
@@ -567,6 +569,13 @@ def test_vllm_s_own_methods_join_by_default_where_there_is_vllm(
     assert own("vllm") == ["ngram", "suffix"]
     assert own("vllm", draft_model="d") == ["ngram", "suffix", "draft_model"]
     assert own("vllm", methods="vegas,mtp") == ["mtp"]
+
+
+def test_what_a_sweep_tunes_on_vllm_is_among_the_methods_there() -> None:
+    given = {**OPTIONS, "run_dir": None, "methods": None, "backend": "vllm"}
+    tuned = SweepRequest.from_options(options(backend="vllm")).base
+    bases = [method.base for method in CompareRequest.from_options(given).methods]
+    assert tuned.replace(min_tokens=bases[0].min_tokens) in bases
 
 
 def test_vllm_is_started_to_collect_for_the_first_method_that_needs_it(session: Session) -> None:

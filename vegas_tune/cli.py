@@ -316,7 +316,8 @@ def compare(
         typer.Option(
             help="Policies, with switches: quest:scope=kv_head, last_accepted; and ngram, "
             "suffix, draft_model, eagle3, mtp of vLLM itself.",
-            show_default="vegas,streaming_llm,quest,spec_extend; on vLLM ngram,suffix as well",
+            show_default="vegas,streaming_llm,quest,spec_extend; on vLLM all_rows_pages, ngram and "
+            "suffix as well",
         ),
     ] = None,
     draft_model: Annotated[

@@ -18,8 +18,8 @@ from vegas_runtime.errors import UsageError
 
 # The systems of the paper's Figure 9.
 DEFAULT_METHODS: Final = "vegas,streaming_llm,quest,spec_extend"
-# vLLM's own that need nothing from the user.
-DEFAULT_ON_VLLM: Final = "ngram,suffix"
+# What a sweep tunes there, and vLLM's own that need nothing from the user.
+DEFAULT_ON_VLLM: Final = "all_rows_pages,ngram,suffix"
 # What every comparison holds anyway.
 PLAIN: Final = "plain"
 # The engine without the plugin, at its own defaults: another engine, measured before and after.
