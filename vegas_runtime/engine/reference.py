@@ -16,6 +16,7 @@ from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.decoding import Decoder, Request
+from vegas_runtime.engine.host_memory import keep_freed_memory
 from vegas_runtime.engine.kv_cache import KVCache, SavedPrefill
 from vegas_runtime.engine.loading import LoadedModel, load_model, resolve_model, silent
 from vegas_runtime.engine.model import DecoderModel, describe_model, prefill
@@ -115,6 +116,8 @@ class ReferenceEngine:
     ) -> Self:
         """Load a model by alias, Hub id or path.
 
+        On a CPU the process keeps memory that it frees (`host_memory.keep_freed_memory`).
+
         Args:
             model: what to load.
             max_num_speculative_tokens: largest gamma.
@@ -129,6 +132,8 @@ class ReferenceEngine:
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            keep_freed_memory()
         loaded = load_model(
             resolve_model(model),
             dtype=dtype,
