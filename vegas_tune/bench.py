@@ -14,7 +14,8 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_tune.decide import Cell, Decision, Rates
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
 from vegas_tune.measure import Counts
-from vegas_tune.plan import BUDGET_SHARES, REFINE, VALIDATE, Plan, Point, Predictor
+from vegas_tune.plan import BUDGET_SHARES, REFINE, VALIDATE, Plan, Point
+from vegas_tune.predictor import Predictor
 
 
 class Progress(Protocol):
