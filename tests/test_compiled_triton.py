@@ -8,7 +8,7 @@ import pytest
 from script_runs import TESTS, compiled_kernels
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_for_a_gpu_that_is_not_there(capability: int, tmp_path: Path) -> None:
     folder = TESTS.parent / "vegas_runtime" / "vllm_plugin"
     defined = {

@@ -25,10 +25,10 @@ from vegas_tune.workload import WorkloadSpec, build_workload
 
 pytestmark = pytest.mark.model
 
-SPEC: Final = WorkloadSpec(context_len=768, batch_size=4, num_blocks=1, max_new_tokens=120)
-# The default method drafts whole texts; of the others 48 tokens of each show both fates of a draft
+SPEC: Final = WorkloadSpec(context_len=448, batch_size=4, num_blocks=1, max_new_tokens=48)
+# The default method drafts whole texts; of the others 24 tokens of each show both fates of a draft
 # often.
-SHORT: Final = 48
+SHORT: Final = 24
 CONFIG: Final = SpeculationConfig(num_speculative_tokens=5, sparsity_ratio=0.07, min_tokens=32)
 
 
