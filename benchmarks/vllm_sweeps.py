@@ -16,11 +16,12 @@ from benchmarks.results_file import Row
 from benchmarks.vllm_arms import SAMPLED, row, setting_of
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
-from vegas_tune.decide import Validation, validate
+from vegas_tune.decide import Validation
 from vegas_tune.evidence import RECORDS_NAME, unpack_records
 from vegas_tune.laboratory import Measured
 from vegas_tune.measure import Measurement, mean_ratio, measure
 from vegas_tune.plan import VALIDATE
+from vegas_tune.validation import judge
 
 STARTS = ("engine_starts", "stock_engine_starts")
 FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
@@ -94,9 +95,7 @@ def agree(paths: Sequence[Path], rows: list[Row]) -> None:
         rows.append(row("decode_difference_pct", case, apart, "% of decode throughput"))
 
 
-def validation_of(
-    path: Path,
-) -> tuple[Validation, list[dict[SpeculationConfig, float]]]:
+def validation_of(path: Path) -> tuple[Validation, list[dict[SpeculationConfig, float]]]:
     """A sweep's verdict once more, and the log throughput of each complete round.
 
     Args:
@@ -115,12 +114,4 @@ def validation_of(
         settings - {plan.plain},
         key=lambda config: (config.num_speculative_tokens, config.sparsity_ratio),
     )
-    verdict = validate(
-        rounds,
-        finalists,
-        plan.plain,
-        level=plan.look_level,
-        precision=plan.precision,
-        tie_tolerance=plan.tie_tolerance,
-    )
-    return verdict, rounds
+    return judge(plan, rounds, finalists), rounds
