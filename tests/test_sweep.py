@@ -210,6 +210,24 @@ def test_one_block_is_validated_with_fresh_replicates() -> None:
     assert result.decisions[-1].data["held_out_text"] is False
 
 
+@pytest.mark.parametrize(("prefill_s", "is_held_out"), [(500.0, True), (700.0, False)])
+def test_text_of_its_own_gives_way_where_preparing_it_takes_the_budget(
+    prefill_s: float, is_held_out: bool
+) -> None:
+    bench = Bench(PLATEAU, blocks=2, prefill_s=prefill_s, rules={"preparation_share": 0.5})
+    result = bench.sweep()
+    validation = {one.point.block for one in result.measured(VALIDATE)}
+    searched = {one.point.block for one in result.measured(SPARSITY, GAMMA, REFINE)}
+    assert validation
+    assert validation.isdisjoint(searched) == is_held_out
+    last = result.decisions[-1]
+    assert last.data["held_out_text"] == is_held_out
+    assert ("On the text of the search" in last.why) == (not is_held_out)
+    assert last.why == result.reason
+    again = run_sweep(result.plan, RecordedLab(result.outcomes))
+    assert again.decisions == result.decisions
+
+
 # ------------------------------------------------------------------ determinism and replay
 
 

@@ -14,7 +14,7 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_tune.decide import Cell, Decision, Rates
 from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
 from vegas_tune.measure import Counts
-from vegas_tune.plan import BUDGET_SHARES, REFINE, VALIDATE, Plan, Point
+from vegas_tune.plan import BUDGET_SHARES, GAMMA, REFINE, SPARSITY, VALIDATE, Plan, Point
 from vegas_tune.predictor import Predictor
 
 
@@ -85,6 +85,15 @@ class Bench:
     def num_rounds(self) -> int:
         """Rounds opened."""
         return self._rounds
+
+    @property
+    def validation_blocks(self) -> tuple[int, ...]:
+        """Blocks to validate on, by what preparing those of the search took."""
+        plan = self._plan
+        prepared = (one.preparation_s for one in self.measured(SPARSITY, GAMMA, REFINE))
+        all_s = plan.num_blocks * max(prepared, default=0.0)
+        has_time = all_s <= plan.preparation_share * (plan.budget_s - self._starts_s)
+        return plan.validation_blocks if has_time else plan.search_blocks
 
     def open_round(self, blocks: Sequence[int]) -> None:
         """Start a round: settings measured side by side, on the same text with the same seeds.
@@ -207,7 +216,7 @@ class Bench:
         finalist = self.predictor().best(drafting)[0]
         finalists_s = plan.num_finalists * self._pass_s(VALIDATE, finalist)
         round_s = self._pass_s(VALIDATE, plan.plain) + finalists_s
-        return self._preparation_s(plan.validation_blocks[0]) + plan.looks[0] * round_s
+        return self._preparation_s(self.validation_blocks[0]) + plan.looks[0] * round_s
 
     def _tokens(self, step: str) -> int:
         return self._plan.validation_tokens if step == VALIDATE else self._plan.tokens

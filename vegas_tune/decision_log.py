@@ -114,12 +114,13 @@ def validation_decision(
     *,
     num_rounds: int,
     noise_cv: float,
+    is_held_out: bool,
 ) -> Decision:
     """The final setting, with each finalist's interval against plain decoding."""
     data: dict[str, Any] = {
         "rounds": num_rounds,
         "noise_cv": noise_cv,
-        "held_out_text": plan.is_held_out,
+        "held_out_text": is_held_out,
         "interval_level": plan.look_level,
         "precision": plan.precision,
     }

@@ -56,6 +56,7 @@ _RULES_BEFORE: Final[Mapping[str, Any]] = {
     "looks_around": 0,
     "tensor_parallel_size": 1,
     "num_finalists": 2,
+    "preparation_share": 1e6,
 }
 
 
@@ -143,6 +144,8 @@ class Plan:
         race_looks: numbers of rounds of step 2's race after which slow settings drop out of it;
             none, no race.
         num_finalists: settings that draft which validation measures side by side.
+        preparation_share: share of the budget that preparing all blocks may take; where it would
+            take more, validation goes on with the search's text instead of text of its own.
         places: devices that measure at the same time; each measures every point.
         tensor_parallel_size: GPUs of each of these, over which the model is split.
         seed: seeds the bootstrap.
@@ -170,6 +173,7 @@ class Plan:
     looks: tuple[int, ...] = DEFAULT_LOOKS
     race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
     num_finalists: int = 2
+    preparation_share: float = 1e6
     places: int = 1
     tensor_parallel_size: int = 1
     seed: int = 0

@@ -45,6 +45,8 @@ class Defaults:
         looks: validation rounds after which a verdict is tried.
         stop_precision: half-width of the speed-up's interval at which validation stops.
         num_finalists: settings that draft which validation measures side by side.
+        preparation_share: of the budget that preparing all blocks may take for validation to have
+            text of its own.
         rows: query rows of the verify block that `vegas` sums.
         granularity: what competes under `vegas`.
     """
@@ -62,6 +64,7 @@ class Defaults:
     looks: tuple[int, ...] = DEFAULT_LOOKS
     stop_precision: float = 0.05
     num_finalists: int = 2
+    preparation_share: float = 0.5
     rows: Rows = "two"
     granularity: Granularity = "token"
 
@@ -121,6 +124,8 @@ VLLM: Final = Defaults(
     stop_precision=0.015,
     # The fastest lie within some per cent of each other there: seconds of search cannot order them.
     num_finalists=3,
+    # Stock vLLM is measured on the text of validation before anything is known of its prefill.
+    preparation_share=1e6,
     # Sums of all rows cost no more than of two there, and 2 to 7 % more tokens come of it
     # (`rows_all_vs_two` in benchmarks/results/vllm_h200.json).
     rows="all",
@@ -153,6 +158,7 @@ class SweepRequest:
     looks: tuple[int, ...]
     stop_precision: float
     num_finalists: int
+    preparation_share: float
     cells: tuple[CellKey, ...]
     tensor_parallel_size: int
     seed: int
@@ -214,6 +220,7 @@ class SweepRequest:
             looks=given["looks"],
             stop_precision=given["stop_precision"],
             num_finalists=given["num_finalists"],
+            preparation_share=given["preparation_share"],
             cells=make_cells(batches or (given["batch"],), contexts or (given["context"],)),
             tensor_parallel_size=given["tensor_parallel_size"],
             seed=given["seed"],

@@ -331,6 +331,7 @@ class _Sweep:
                 validated.verdict,
                 num_rounds=validated.num_rounds,
                 noise_cv=noise_cv,
+                is_held_out=validated.is_held_out,
             )
         )
         return SweepResult(

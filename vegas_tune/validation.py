@@ -25,6 +25,7 @@ class Validated:
         selected: the setting to serve with; plain decoding is one.
         verdict: the rule's; None when fewer than two rounds were complete.
         num_rounds: complete rounds.
+        is_held_out: whether they were on text that no choice was made on.
     """
 
     status: Literal["validated", "inconclusive"]
@@ -32,6 +33,7 @@ class Validated:
     selected: SpeculationConfig
     verdict: Validation | None
     num_rounds: int
+    is_held_out: bool
 
 
 def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationConfig]) -> Validated:
@@ -43,11 +45,12 @@ def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationCon
         finalists: settings that draft, cheapest first; none leaves plain decoding.
     """
     settings = [*finalists, plan.plain]
+    blocks = bench.validation_blocks
     rounds: list[dict[SpeculationConfig, float]] = []
     verdict: Validation | None = None
     turn = num_broken = 0
     while finalists and len(rounds) < plan.looks[-1] and num_broken < MAX_BROKEN_ROUNDS:
-        bench.open_round(plan.validation_blocks)
+        bench.open_round(blocks)
         if not bench.has_room_for(VALIDATE, settings):
             break
         found = bench.compare(VALIDATE, settings, is_backwards=turn % 2 == 1)
@@ -67,13 +70,21 @@ def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationCon
         status, reason = verdict.status, _why(plan, verdict, len(rounds))
     else:
         status, reason = "inconclusive", _why_not(plan, bench, finalists, len(rounds), num_broken)
+    is_held_out = not {*blocks} & {*plan.search_blocks}
+    if plan.is_held_out and not is_held_out:
+        reason += " On the text of the search: preparing more would have taken too long."
     selected = plan.plain
     if verdict is not None:
         selected = verdict.selected
     elif finalists:
         selected = finalists[0]
     return Validated(
-        status=status, reason=reason, selected=selected, verdict=verdict, num_rounds=len(rounds)
+        status=status,
+        reason=reason,
+        selected=selected,
+        verdict=verdict,
+        num_rounds=len(rounds),
+        is_held_out=is_held_out,
     )
 
 
