@@ -71,7 +71,7 @@ def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationCon
     else:
         status, reason = "inconclusive", _why_not(plan, bench, finalists, len(rounds), num_broken)
     is_held_out = not {*blocks} & {*plan.search_blocks}
-    if plan.is_held_out and not is_held_out:
+    if rounds and plan.is_held_out and not is_held_out:
         reason += " On the text of the search: preparing more would have taken too long."
     selected = plan.plain
     if verdict is not None:
