@@ -10,18 +10,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from benchmarks.results_file import Row
 from benchmarks.vllm_arms import SAMPLED, row, setting_of
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
-from vegas_tune.decide import Validation
-from vegas_tune.evidence import RECORDS_NAME, unpack_records
-from vegas_tune.laboratory import Measured
-from vegas_tune.measure import Measurement, mean_ratio, measure
+from vegas_tune.evidence import RECORDS_NAME
+from vegas_tune.gate import result_of
+from vegas_tune.measure import mean_ratio
 from vegas_tune.plan import VALIDATE
-from vegas_tune.validation import judge
 
 STARTS = ("engine_starts", "stock_engine_starts")
 FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
@@ -71,7 +68,7 @@ def kept_records(data: Path) -> list[Path]:
 
 
 def agree(paths: Sequence[Path], rows: list[Row]) -> None:
-    """What each sweep's validation says, from its records, and how far apart two of them are.
+    """What each sweep decides, over its records once more, and how far apart they are.
 
     Args:
         paths: records of each sweep.
@@ -80,38 +77,24 @@ def agree(paths: Sequence[Path], rows: list[Row]) -> None:
     rates: list[float] = []
     gammas: list[int] = []
     for number, path in enumerate(paths, start=1):
-        verdict, rounds = validation_of(path)
-        chosen = verdict.selected
-        logs = [found[chosen] for found in rounds]
-        case = f"run {number}: {setting_of(chosen)}, {len(rounds)} rounds"
-        rows.append(row("validated_decode", case, mean_ratio(logs), "tok/s"))
+        result = result_of(path)
+        chosen, verdict = result.selected, result.validation
+        if verdict is None:
+            raise SystemExit(f"{path} holds too few rounds of validation.")
+        decode = mean_ratio(
+            [
+                math.log(one.figures.decode_tok_s.est)
+                for one in result.measured(VALIDATE)
+                if one.point.config == chosen
+            ]
+        )
+        case = f"run {number}: {setting_of(chosen)}, {result.num_rounds} rounds"
+        rows.append(row("validated_decode", case, decode, "tok/s"))
         rows.append(row("validated_speedup", case, verdict.speedups[verdict.winner], "x"))
-        rates.append(math.exp(fmean(logs)))
+        rates.append(decode.est)
         gammas.append(chosen.num_speculative_tokens)
     if len(paths) > 1:
         case = f"{len(paths)} runs"
         apart = 100 * (max(rates) / min(rates) - 1)
         rows.append(row("gamma_difference", case, float(max(gammas) - min(gammas)), "tokens"))
         rows.append(row("decode_difference_pct", case, apart, "% of decode throughput"))
-
-
-def validation_of(path: Path) -> tuple[Validation, list[dict[SpeculationConfig, float]]]:
-    """A sweep's verdict once more, and the log throughput of each complete round.
-
-    Args:
-        path: its records.
-    """
-    plan, outcomes = unpack_records(path)
-    by_round: dict[int, dict[SpeculationConfig, float]] = {}
-    for one in outcomes:
-        figures = measure(one.run) if isinstance(one, Measured) else None
-        if one.point.step == VALIDATE and isinstance(figures, Measurement):
-            logs = by_round.setdefault(one.point.replicate, {})
-            logs[one.point.config] = math.log(figures.decode_tok_s.est)
-    settings = {config for logs in by_round.values() for config in logs}
-    rounds = [logs for _, logs in sorted(by_round.items()) if len(logs) == len(settings)]
-    finalists = sorted(
-        settings - {plan.plain},
-        key=lambda config: (config.num_speculative_tokens, config.sparsity_ratio),
-    )
-    return judge(plan, rounds, finalists), rounds

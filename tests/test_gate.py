@@ -43,11 +43,12 @@ LOOKS = (6, 10, 16, 24)
 
 @cache
 def _swept(
-    shape: Shape = PLATEAU, is_greedy: bool = False
+    shape: Shape = PLATEAU, is_greedy: bool = False, preparation_share: float = 1e6
 ) -> tuple[Plan, MemoryStore, SweepResult]:
     base = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=32)
     blocks = GREEDY if is_greedy else BLOCKS
-    plan = make_plan(base, blocks, budget_s=3500.0, tokens=1500)
+    share = preparation_share
+    plan = make_plan(base, blocks, budget_s=3500.0, tokens=1500, preparation_share=share)
     store = MemoryStore()
     result = run_sweep(plan, Laboratory(plan, SyntheticEngine(shape), blocks, store=store))
     return plan, store, result
@@ -318,6 +319,16 @@ def test_acceptance_needs_requests_to_compare() -> None:
 
 
 # ------------------------------------------------------------------ tier 3
+
+
+def test_the_speedup_is_measured_on_the_text_that_was_validated(tmp_path: Path) -> None:
+    for share, blocks in ((1e6, {2}), (0.001, {0, 1})):
+        folder = tmp_path / f"{share:g}"
+        folder.mkdir()
+        _published(folder, PLATEAU, False, share)
+        engine = SyntheticEngine(PLATEAU, seed=5)
+        assert check_speedup(folder, engine, BLOCKS, budget_s=1e6).status == "ok"
+        assert engine._prepared == blocks
 
 
 def test_the_speedup_is_compared_not_the_throughput(tmp_path: Path) -> None:

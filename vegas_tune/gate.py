@@ -102,7 +102,7 @@ def replay_decisions(profile: Profile, folder: Path) -> Verdict:
                 f"{path} is not what the profile rests on (sha256 {found[:12]}, the profile says "
                 f"{hashes[name][:12]}): it was changed or cut off.",
             )
-        result = _result_of(path)
+        result = result_of(path)
     except (StorageError, NoValidTrialError, BudgetSpentError) as error:
         return _replayed("regressed", f"the records cannot be replayed: {error.message}")
     except OSError as error:
@@ -132,7 +132,7 @@ def _replay_cells(profile: Profile, folder: Path) -> tuple[int, str | None]:
         try:
             if hashlib.sha256((folder / artifact.name).read_bytes()).hexdigest() != artifact.sha256:
                 return count, f"{artifact.name} is not what the profile rests on: it was changed."
-            result = _result_of(folder / artifact.name)
+            result = result_of(folder / artifact.name)
         except (StorageError, NoValidTrialError, BudgetSpentError) as error:
             return count, f"{artifact.name} cannot be replayed: {error.message}"
         except OSError as error:
@@ -154,10 +154,11 @@ def recorded_result(folder: Path) -> SweepResult:
         StorageError: they are missing, damaged or incomplete.
         NoValidTrialError: they hold nothing but failures.
     """
-    return _result_of(find_records(folder))
+    return result_of(find_records(folder))
 
 
-def _result_of(path: Path) -> SweepResult:
+def result_of(path: Path) -> SweepResult:
+    """The sweep that a file of records is of, gone through once more; see `recorded_result`."""
     plan, outcomes = unpack_records(path)
     return run_sweep(plan, RecordedLab(outcomes))
 

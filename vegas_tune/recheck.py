@@ -186,9 +186,11 @@ def check_speedup(
     recorded = result.validation.speedups[config]
     margin = max(LEAST_MARGIN, NOISE_MARGIN * result.noise_floor_cv)
     lab = _laboratory(plan, engine, blocks, budget_s)
+    # The text that the recorded speed-up is of.
+    validated = sorted({one.point.block for one in result.measured(VALIDATE)})
     try:
         status, ratio = compare_pairs(
-            (_paired_log(lab, plan, config, index) for index in range(CHECK_LOOKS[-1])),
+            (_paired_log(lab, plan, config, validated, at) for at in range(CHECK_LOOKS[-1])),
             recorded,
             margin=margin,
             recorded_level=plan.look_level,
@@ -238,13 +240,15 @@ class _PairError(Exception):
     """A pair without a ratio; the text says why."""
 
 
-def _paired_log(lab: Laboratory, plan: Plan, config: SpeculationConfig, index: int) -> float:
+def _paired_log(
+    lab: Laboratory, plan: Plan, config: SpeculationConfig, blocks: Sequence[int], index: int
+) -> float:
     """Log speed-up of one pair; every other pair the other way round.
 
     Raises:
         _PairError: one of the two could not be measured.
     """
-    block = plan.validation_blocks[index % len(plan.validation_blocks)]
+    block = blocks[index % len(blocks)]
     rates: dict[SpeculationConfig, float] = {}
     for setting in (config, plan.plain) if index % 2 == 0 else (plan.plain, config):
         point = Point(

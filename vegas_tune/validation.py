@@ -60,12 +60,12 @@ def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationCon
         turn += 1
         rounds += found
         if is_look(plan.looks, len(rounds) - len(found), len(rounds)):
-            verdict = judge(plan, rounds, finalists)
+            verdict = _judge(plan, rounds, finalists)
             if _is_settled(verdict, plan):
                 break
     # The end of the budget is a look too, in place of those that it cut off.
     if len(rounds) not in plan.looks and len(rounds) >= 2:
-        verdict = judge(plan, rounds, finalists)
+        verdict = _judge(plan, rounds, finalists)
     if verdict is not None and len(rounds) >= plan.looks[0]:
         status, reason = verdict.status, _why(plan, verdict, len(rounds))
     else:
@@ -88,18 +88,11 @@ def validate_afresh(plan: Plan, bench: Bench, finalists: Sequence[SpeculationCon
     )
 
 
-def judge(
+def _judge(
     plan: Plan,
     rounds: Sequence[Mapping[SpeculationConfig, float]],
     finalists: Sequence[SpeculationConfig],
 ) -> Validation:
-    """The verdict on complete rounds, by the plan's rules.
-
-    Args:
-        plan: the rules.
-        rounds: log throughput by setting, at least two.
-        finalists: settings that draft, cheapest first.
-    """
     return validate(
         rounds,
         finalists,
