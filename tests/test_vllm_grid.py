@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from fake_vllm import FAST, Clock, InlineChild, checkpoint
 
 from benchmarks import bench_ablation, vllm_arms, vllm_grid
 from benchmarks.grid import Grid
-from benchmarks.results_file import Row
+from benchmarks.results_file import RESULTS, Row
 from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SpeculationConfig
-from vegas_runtime.records import read_json_lines
+from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
+from vegas_tune.measure import mean_ratio
 
 BATCH = 8
 NUM_SETTINGS = 1 + 6 * 5
@@ -155,6 +158,24 @@ def test_a_recorded_grid_can_be_raced_later(
     assert len(set(arms)) == 3
     # Forth and back.
     assert arms[:3] == arms[5:2:-1]
+
+
+def test_the_published_race_is_its_passes() -> None:
+    path = RESULTS.parent / "data" / "grid_smollm2_h200_race.jsonl.z"
+    logs: dict[str, list[float]] = {}
+    for one in read_json_lines(path):
+        figures, _ = vllm_arms.figures_of(Run.from_dict(one["run"]))
+        logs.setdefault(one["what"], []).append(math.log(figures.decode_tok_s.est))
+    assert len({len(own) for own in logs.values()}) == 1
+    published = json.loads((RESULTS / "ablation_h200.json").read_text())["rows"]
+    raced = [row for row in published if row["claim"].startswith("live_")]
+    assert [row["claim"] for row in raced] == ["live_ratio", *["live_speedup_vs_gamma0"] * 2]
+    for row in raced:
+        one, other = (logs[f"race {arm}"] for arm in re.findall(r"\((gamma [^)]*)\)", row["case"]))
+        ratio = mean_ratio([a - b for a, b in zip(one, other, strict=True)])
+        assert (row["value"], row["low"], row["high"]) == pytest.approx(
+            (ratio.est, ratio.low, ratio.high), rel=1e-3
+        )
 
 
 def _searched(grid: Grid, *_: Any) -> list[tuple[str, SpeculationConfig, int]]:
