@@ -8,7 +8,8 @@
     both         throughput, and the other half of lossless, on the same engines
     shape        time per step and memory of Qwen3-8B's shape at 4 x 122K, random weights; with
                  `--tensor-parallel 2` split over two GPUs, and acceptance at ratio 1 there
-    sweep        the default sweep of the command line: engine starts and GPU time
+    sweep        the default sweep of the command line: engine starts and GPU time; with
+                 `--workers 2` each of two GPUs measures every point
     agree        no GPU: how far apart the sweeps run so far are, from the records they kept
 
 Every part writes its rows at its end, and its raw step records beside them.
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=35.0, help="of tuning at batch 100")
     parser.add_argument("--samples", type=int, default=20_480, help="of lossless, for each arm")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs, of shape")
+    parser.add_argument("--workers", type=int, default=1, help="GPUs that measure, of sweep")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--data", type=Path, default=RESULTS.parent / "data")
     args = parser.parse_args()
@@ -68,7 +70,7 @@ def main() -> None:
         else:
             name = "sweep_h200"
             if args.part == "sweep":
-                sweep(args.model, args.data, rows)
+                sweep(args.model, args.data, rows, num_workers=args.workers)
             else:
                 agree(kept_records(args.data), rows)
     finally:

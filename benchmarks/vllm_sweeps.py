@@ -25,19 +25,21 @@ FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0"
 _RECORDS = "sweep_h200_{}.npz"
 
 
-def sweep(model: str, data: Path, rows: list[Row]) -> None:
+def sweep(model: str, data: Path, rows: list[Row], *, num_workers: int = 1) -> None:
     """The default sweep of the command line, a process of its own; its records are kept.
 
     Args:
         model: to sweep.
         data: folder that gains the run's folder, and its records.
         rows: gains figures.
+        num_workers: GPUs that measure every point; `agree` compares sweeps of one.
     """
     folder = data / f"sweep_h200_{time.time_ns()}"
     command = [
         sys.executable, "-m", "vegas_tune.cli", "sweep", "--model", model, "--backend", "vllm",
         "--temperature", str(SAMPLED.temperature), "--top-p", str(SAMPLED.top_p),
         "--top-k", str(SAMPLED.top_k), "--run-dir", str(folder), "--json",
+        "--workers", str(num_workers),
     ]  # fmt: skip
     started_s = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -45,10 +47,14 @@ def sweep(model: str, data: Path, rows: list[Row]) -> None:
     if done.returncode not in (EXIT_CODES["ok"], EXIT_CODES["inconclusive"]):
         raise SystemExit(f"the sweep ended with {done.returncode}: {done.stdout}")
     outcome = json.loads(done.stdout)
-    number = len(kept_records(data)) + 1
-    shutil.copyfile(folder / RECORDS_NAME, data / _RECORDS.format(number))
+    if num_workers == 1:
+        number = len(kept_records(data)) + 1
+        file, run = _RECORDS.format(number), f"run {number}"
+    else:
+        file, run = _RECORDS.format(f"{num_workers}_gpus"), f"{num_workers} GPUs"
+    shutil.copyfile(folder / RECORDS_NAME, data / file)
     selected = SpeculationConfig.from_dict(outcome["selected"])
-    case = f"default plan, run {number}: {setting_of(selected)} ({outcome['status']})"
+    case = f"default plan, {run}: {setting_of(selected)} ({outcome['status']})"
     use = outcome["engine_use"]
     rows += [
         *(row(name, case, float(use[name]), "starts") for name in STARTS),
