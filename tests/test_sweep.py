@@ -228,6 +228,23 @@ def test_text_of_its_own_gives_way_where_preparing_it_takes_the_budget(
     assert again.decisions == result.decisions
 
 
+def test_a_long_prefill_leaves_the_search_its_share() -> None:
+    def sweep(**rules: bool) -> tuple[Bench, SweepResult]:
+        own = {"preparation_share": 0.5, **rules}
+        bench = Bench(PLATEAU, blocks=2, prefill_s=1200.0, run_cv=0.015, rules=own)
+        return bench, bench.sweep()
+
+    # Behind the first prefill nothing was left of the share that the first step had.
+    _, before = sweep()
+    assert (before.status, before.num_settings) == ("inconclusive", 1)
+    bench, result = sweep(shares_after_preparation=True)
+    assert result.status == "validated"
+    assert bench.regret(result) <= 0.03
+    assert bench.lab.spent_s <= bench.plan.budget_s
+    again = run_sweep(result.plan, RecordedLab(result.outcomes))
+    assert again.decisions == result.decisions
+
+
 # ------------------------------------------------------------------ determinism and replay
 
 

@@ -72,6 +72,8 @@ class Bench:
         self._block = 0
         # What engine starts took of what is spent, and how many outcomes the last one came after.
         self._starts_s = 0.0
+        # What preparing the search's text took, where the plan says that it counts like a start.
+        self._prepared_s = 0.0
         self._last_start = 0
         # The last one asked for, and how many outcomes it knew.
         self._guess: tuple[int, Predictor | None] = (0, None)
@@ -135,10 +137,13 @@ class Bench:
         if start_s:
             self._starts_s += start_s
             self._last_start = len(self.outcomes)
+        measured = tuple(outcome for outcome in outcomes if isinstance(outcome, Measured))
+        if self._plan.shares_after_preparation and step != VALIDATE:
+            self._prepared_s += max((one.preparation_s for one in measured), default=0.0)
         for outcome in outcomes:
             self.outcomes.append(outcome)
             self._progress.measured(outcome, self.spent_s)
-        return tuple(outcome for outcome in outcomes if isinstance(outcome, Measured))
+        return measured
 
     def measure_all(self, step: str, configs: Iterable[SpeculationConfig]) -> list[Measured]:
         """Measure settings in this order; those that worked."""
@@ -197,17 +202,19 @@ class Bench:
         """When a step has to end, seconds of the budget.
 
         Shares are of what engine starts leave: the first one, and one for each time the sweep was
-        resumed or its engine died. On a slow machine the usual shares would leave validation less
-        than its first look takes, and the whole sweep without an answer: the search then gives up
-        as much, of what it has at most half.
+        resumed or its engine died; and of what preparing the search's text leaves, which a slow
+        machine may need longer for than for everything it measures. The usual shares would there
+        leave validation less than its first look takes, and the whole sweep without an answer: the
+        search then gives up as much, of what it has at most half.
         """
         if step == VALIDATE:
             return self._plan.budget_s
-        left_s = self._plan.budget_s - self._starts_s
+        set_up_s = self._starts_s + self._prepared_s
+        left_s = self._plan.budget_s - set_up_s
         search_s = most_s = left_s * BUDGET_SHARES[REFINE]
         if self._validates and self.measured():
             search_s = min(most_s, max(most_s / 2, left_s - self._first_look_s()))
-        return self._starts_s + search_s * BUDGET_SHARES[step] / BUDGET_SHARES[REFINE]
+        return set_up_s + search_s * BUDGET_SHARES[step] / BUDGET_SHARES[REFINE]
 
     def _first_look_s(self) -> float:
         """What validation takes up to its first look, with finalists as fast as is expected."""

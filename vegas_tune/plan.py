@@ -25,8 +25,9 @@ REFINE: Final = "3-refine"
 VALIDATE: Final = "4-validate"
 STEPS: Final = (SPARSITY, GAMMA, REFINE, VALIDATE)
 
-# Share of the budget, less the engine's starts, that may be spent when a step ends. What a step
-# leaves, the next may use; validation keeps the rest, because an unvalidated winner is no answer.
+# Share of the budget, less the engine's starts and preparation, that may be spent when a step ends.
+# What a step leaves, the next may use; validation keeps the rest, because an unvalidated winner is
+# no answer.
 BUDGET_SHARES: Final = {SPARSITY: 0.40, GAMMA: 0.60, REFINE: 0.70, VALIDATE: 1.0}
 
 # Chance that any of the validation's looks excludes the truth.
@@ -57,6 +58,7 @@ _RULES_BEFORE: Final[Mapping[str, Any]] = {
     "tensor_parallel_size": 1,
     "num_finalists": 2,
     "preparation_share": 1e6,
+    "shares_after_preparation": False,
 }
 
 
@@ -146,6 +148,8 @@ class Plan:
         num_finalists: settings that draft which validation measures side by side.
         preparation_share: share of the budget that preparing all blocks may take; where it would
             take more, validation goes on with the search's text instead of text of its own.
+        shares_after_preparation: whether the steps share what preparing the search's text leaves
+            of the budget, as they share what the engine's starts leave.
         places: devices that measure at the same time; each measures every point.
         tensor_parallel_size: GPUs of each of these, over which the model is split.
         seed: seeds the bootstrap.
@@ -174,6 +178,7 @@ class Plan:
     race_looks: tuple[int, ...] = DEFAULT_RACE_LOOKS
     num_finalists: int = 2
     preparation_share: float = 1e6
+    shares_after_preparation: bool = False
     places: int = 1
     tensor_parallel_size: int = 1
     seed: int = 0

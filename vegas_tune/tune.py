@@ -187,6 +187,7 @@ def plan_sweep(
         stop_precision=request.stop_precision,
         num_finalists=request.num_finalists,
         preparation_share=request.preparation_share,
+        shares_after_preparation=True,
         tensor_parallel_size=request.tensor_parallel_size,
         model={key: str(model[key]) for key in _MODEL_IDENTITY if key in model},
     )
