@@ -158,8 +158,13 @@ def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
 
     chosen = outcome.result.selected
     best = max(_rate(g, r) for g in GAMMAS for r in (0.03, 0.05, 0.1, 0.3))
-    # Of equals the cheapest is taken, and 24 rounds tell differences of 2 % and more.
-    assert _rate(chosen.num_speculative_tokens, chosen.sparsity_ratio) > 0.95 * best
+    # Of equals the cheapest is taken; endings and starts, which `_rate` leaves out, make settings
+    # more alike than it says.
+    assert _rate(chosen.num_speculative_tokens, chosen.sparsity_ratio) > 0.93 * best
+    verdict = outcome.result.validation
+    assert verdict is not None
+    gains = {config: gain.est for config, gain in verdict.speedups.items()}
+    assert gains[chosen] >= (1 - outcome.result.plan.tie_tolerance) * max(gains.values())
 
     profile = load_profile(outcome.path)
     assert profile.backend == "vllm"

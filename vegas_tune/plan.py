@@ -171,7 +171,7 @@ class Plan:
     looks_around: int = 2
     max_settings: int = 6
     plateau_tolerance: float = 0.02
-    tie_tolerance: float = 0.005
+    tie_tolerance: float = 0.01
     precision: float = 0.05
     stop_precision: float = 0.05
     looks: tuple[int, ...] = DEFAULT_LOOKS
