@@ -76,12 +76,14 @@ def kept_records(data: Path) -> list[Path]:
 def agree(paths: Sequence[Path], rows: list[Row]) -> None:
     """What each sweep decides, over its records once more, and how far apart they are.
 
+    Those are compared that took the same settings for equal.
+
     Args:
         paths: records of each sweep.
         rows: gains figures.
     """
-    rates: list[float] = []
-    gammas: list[int] = []
+    found: list[tuple[int, int, float]] = []
+    by_tie: dict[float, list[int]] = {}
     for number, path in enumerate(paths, start=1):
         result = result_of(path)
         chosen, verdict = result.selected, result.validation
@@ -97,10 +99,14 @@ def agree(paths: Sequence[Path], rows: list[Row]) -> None:
         case = f"run {number}: {setting_of(chosen)}, {result.num_rounds} rounds"
         rows.append(row("validated_decode", case, decode, "tok/s"))
         rows.append(row("validated_speedup", case, verdict.speedups[verdict.winner], "x"))
-        rates.append(decode.est)
-        gammas.append(chosen.num_speculative_tokens)
-    if len(paths) > 1:
-        case = f"{len(paths)} runs"
+        found.append((number, chosen.num_speculative_tokens, decode.est))
+        by_tie.setdefault(result.plan.tie_tolerance, []).append(number)
+    for tolerance, numbers in by_tie.items():
+        own = [one for one in found if one[0] in numbers]
+        if len(own) < 2:
+            continue
+        _, gammas, rates = zip(*own, strict=True)
+        case = f"runs {', '.join(map(str, numbers))}, settings within {tolerance:.1%} tie"
         apart = 100 * (max(rates) / min(rates) - 1)
         rows.append(row("gamma_difference", case, float(max(gammas) - min(gammas)), "tokens"))
         rows.append(row("decode_difference_pct", case, apart, "% of decode throughput"))
