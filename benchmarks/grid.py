@@ -121,6 +121,7 @@ class Grid:
             gammas=sorted({config.num_speculative_tokens for config in drafting}),
             seed=seed,
             rounds=PACKAGED.rounds,
+            shares_after_preparation=True,
         )
         return run_sweep(plan, Laboratory(plan, engine, engine.blocks))
 

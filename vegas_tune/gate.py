@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -157,10 +157,18 @@ def recorded_result(folder: Path) -> SweepResult:
     return result_of(find_records(folder))
 
 
-def result_of(path: Path) -> SweepResult:
-    """The sweep that a file of records is of, gone through once more; see `recorded_result`."""
+def result_of(path: Path, **rules: Any) -> SweepResult:
+    """The sweep that a file of records is of, gone through once more; see `recorded_result`.
+
+    Args:
+        path: the records.
+        **rules: fields of the plan to decide by instead.
+
+    Raises:
+        StorageError: by these rules it would have measured something else.
+    """
     plan, outcomes = unpack_records(path)
-    return run_sweep(plan, RecordedLab(outcomes))
+    return run_sweep(replace(plan, **rules), RecordedLab(outcomes))
 
 
 def _first_difference(profile: Profile, result: SweepResult) -> str | None:

@@ -99,7 +99,7 @@ def _judge(
         plan.plain,
         level=plan.look_level,
         precision=plan.precision,
-        tie_tolerance=plan.tie_tolerance,
+        tie_tolerance=plan.final_tie_tolerance,
     )
 
 
