@@ -17,8 +17,9 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES
 from vegas_tune.evidence import RECORDS_NAME
 from vegas_tune.gate import result_of
-from vegas_tune.measure import mean_ratio
-from vegas_tune.plan import VALIDATE
+from vegas_tune.measure import Estimate, mean_ratio
+from vegas_tune.plan import VALIDATE, Plan
+from vegas_tune.sweep import SweepResult
 
 STARTS = ("engine_starts", "stock_engine_starts")
 FIGURES = {"decode_tok_s": "tok/s", "speedup_vs_stock": "x", "speedup_vs_gamma0": "x"}
@@ -76,37 +77,39 @@ def kept_records(data: Path) -> list[Path]:
 def agree(paths: Sequence[Path], rows: list[Row]) -> None:
     """What each sweep decides, over its records once more, and how far apart they are.
 
-    Those are compared that took the same settings for equal.
+    How far by the rules they were run with, and by today's on which finalists are equal.
 
     Args:
         paths: records of each sweep.
         rows: gains figures.
     """
-    found: list[tuple[int, int, float]] = []
-    by_tie: dict[float, list[int]] = {}
-    for number, path in enumerate(paths, start=1):
-        result = result_of(path)
-        chosen, verdict = result.selected, result.validation
+    own = [result_of(path) for path in paths]
+    for number, result in enumerate(own, start=1):
+        verdict = result.validation
         if verdict is None:
-            raise SystemExit(f"{path} holds too few rounds of validation.")
-        decode = mean_ratio(
-            [
-                math.log(one.figures.decode_tok_s.est)
-                for one in result.measured(VALIDATE)
-                if one.point.config == chosen
-            ]
-        )
-        case = f"run {number}: {setting_of(chosen)}, {result.num_rounds} rounds"
-        rows.append(row("validated_decode", case, decode, "tok/s"))
+            raise SystemExit(f"{paths[number - 1]} holds too few rounds of validation.")
+        case = f"run {number}: {setting_of(result.selected)}, {result.num_rounds} rounds"
+        rows.append(row("validated_decode", case, _rate_of(result), "tok/s"))
         rows.append(row("validated_speedup", case, verdict.speedups[verdict.winner], "x"))
-        found.append((number, chosen.num_speculative_tokens, decode.est))
-        by_tie.setdefault(result.plan.tie_tolerance, []).append(number)
-    for tolerance, numbers in by_tie.items():
-        own = [one for one in found if one[0] in numbers]
-        if len(own) < 2:
-            continue
-        _, gammas, rates = zip(*own, strict=True)
-        case = f"runs {', '.join(map(str, numbers))}, settings within {tolerance:.1%} tie"
-        apart = 100 * (max(rates) / min(rates) - 1)
-        rows.append(row("gamma_difference", case, float(max(gammas) - min(gammas)), "tokens"))
-        rows.append(row("decode_difference_pct", case, apart, "% of decode throughput"))
+    if len(own) > 1:
+        tie = Plan.final_tie_tolerance
+        again = [result_of(path, final_tie_tolerance=tie) for path in paths]
+        rows += _apart(own, f"{len(own)} runs, as decided")
+        rows += _apart(again, f"{len(own)} runs, decided again: finalists within {tie:.0%} tie")
+
+
+def _rate_of(result: SweepResult) -> Estimate:
+    """Decode throughput of what a sweep chose, in its validation."""
+    chosen = [one for one in result.measured(VALIDATE) if one.point.config == result.selected]
+    return mean_ratio([math.log(one.figures.decode_tok_s.est) for one in chosen])
+
+
+def _apart(results: Sequence[SweepResult], case: str) -> list[Row]:
+    gammas = [one.selected.num_speculative_tokens for one in results]
+    rates = [_rate_of(one).est for one in results]
+    case = f"{case} (gamma {', '.join(map(str, gammas))})"
+    apart = 100 * (max(rates) / min(rates) - 1)
+    return [
+        row("gamma_difference", case, float(max(gammas) - min(gammas)), "tokens"),
+        row("decode_difference_pct", case, apart, "% of decode throughput"),
+    ]

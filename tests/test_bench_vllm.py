@@ -236,12 +236,20 @@ def test_published_sweeps_are_their_records() -> None:
     assert any(setting in case for claim, case in by_case if claim == "decode_tok_s")
 
 
-def test_sweeps_are_compared_with_those_of_the_same_rule(tmp_path: Path) -> None:
-    first, *_, last = kept_records(RESULTS.parent / "data")
+def test_sweeps_that_choose_alike_do_not_differ(tmp_path: Path) -> None:
+    (first, *_) = kept_records(RESULTS.parent / "data")
     rows: list[Row] = []
-    agree([first, first, last], rows)
-    apart = {one.claim: one.value for one in rows if one.case.startswith("runs ")}
-    assert apart == {"gamma_difference": 0.0, "decode_difference_pct": 0.0}
-    cases = {one.case for one in rows if one.claim == "gamma_difference"}
-    assert cases == {"runs 1, 2, settings within 0.5% tie"}
+    agree([first, first], rows)
+    apart = [(one.claim, one.value) for one in rows if one.case.startswith("2 runs, ")]
+    assert apart == [("gamma_difference", 0.0), ("decode_difference_pct", 0.0)] * 2
     assert kept_records(tmp_path) == []
+
+
+def test_sweeps_are_compared_by_what_they_decided_and_by_todays_rule() -> None:
+    records = kept_records(RESULTS.parent / "data")
+    rows: list[Row] = []
+    agree(records[1:3], rows)
+    own, again = (one for one in rows if one.claim == "gamma_difference")
+    assert own.case == "2 runs, as decided (gamma 5, 7)"
+    assert again.case == "2 runs, decided again: finalists within 1% tie (gamma 4, 5)"
+    assert (own.value, again.value) == (2.0, 1.0)
