@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 from fake_vllm import FAST, Clock, checkpoint, inline_engine
 
-from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_throughput
+from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_sweeps, vllm_throughput
 from benchmarks.results_file import RESULTS, Row
 from benchmarks.vllm_sweeps import agree, kept_records
 from vegas_runtime.backend import Capacity, StockMethod
+from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
+from vegas_tune.gate import result_of
 from vegas_tune.measure import measure
+from vegas_tune.plan import VALIDATE
 from vegas_tune.steady import Unsteady
 
 
@@ -243,6 +247,58 @@ def test_sweeps_that_choose_alike_do_not_differ(tmp_path: Path) -> None:
     apart = [(one.claim, one.value) for one in rows if one.case.startswith("2 runs, ")]
     assert apart == [("gamma_difference", 0.0), ("decode_difference_pct", 0.0)] * 2
     assert kept_records(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "file", "named"),
+    [(1, "sweep_h200_1.npz", "run 1"), (2, "sweep_h200_2_gpus.npz", "2 GPUs")],
+)
+def test_a_sweep_is_timed_and_its_records_are_kept(
+    num_workers: int, file: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        folder = Path(command[command.index("--run-dir") + 1])
+        folder.mkdir()
+        (folder / "records.npz").write_bytes(b"records")
+        told = {
+            "selected": SpeculationConfig(num_speculative_tokens=5, sparsity_ratio=0.05).to_dict(),
+            "status": "validated",
+            "engine_use": {"engine_starts": 1, "stock_engine_starts": 2, "gpu_minutes": 5.0},
+            "results": {"decode_tok_s": {"est": 100.0, "low": 99.0, "high": 101.0}},
+        }
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(told))
+
+    monkeypatch.setattr(vllm_sweeps.subprocess, "run", run)
+    rows: list[Row] = []
+    vllm_sweeps.sweep("m", tmp_path, rows, num_workers=num_workers)
+    (command,) = asked
+    assert command[command.index("--workers") + 1] == str(num_workers)
+    assert (tmp_path / file).read_bytes() == b"records"
+    assert {row.case for row in rows} == {f"default plan, {named}: gamma 5, ratio 0.05 (validated)"}
+    figures = {row.claim: row.value for row in rows}
+    wall_s = figures.pop("wall_s")
+    assert 0 <= wall_s < 60
+    assert figures == {
+        "engine_starts": 1.0, "stock_engine_starts": 2.0, "gpu_minutes": 5.0, "decode_tok_s": 100.0,
+    }  # fmt: skip
+
+
+def test_the_sweep_on_two_gpus_is_its_records() -> None:
+    result = result_of(RESULTS.parent / "data" / "sweep_h200_2_gpus.npz")
+    chosen = result.selected
+    published = json.loads((RESULTS / "sweep_h200.json").read_text())["rows"]
+    setting = f"gamma {chosen.num_speculative_tokens}, ratio {chosen.sparsity_ratio:g}"
+    case = f"default plan, 2 GPUs: {setting} ({result.status})"
+    by_claim = {row["claim"]: row["value"] for row in published if row["case"] == case}
+    assert result.validation is not None
+    gain = result.validation.speedups[chosen]
+    assert by_claim["speedup_vs_gamma0"] == pytest.approx(gain.est, rel=1e-3)
+    # Each GPU has measured every point of validation.
+    places = [one.point.place for one in result.measured(VALIDATE)]
+    assert places.count(0) == places.count(1) > 0
 
 
 def test_sweeps_are_compared_by_what_they_decided_and_by_todays_rule() -> None:
