@@ -52,17 +52,11 @@ from benchmarks.vllm_method_rows import (
     window_name,
     window_of,
 )
-from vegas_runtime.backend import (
-    STOCK_METHODS,
-    Capacity,
-    PromptBlock,
-    StockMethod,
-    find_checkpoint,
-    refusal_by_vllm,
-)
+from vegas_runtime.backend import find_checkpoint, refusal_by_vllm
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.gpu_memory import MemoryGuard
+from vegas_runtime.protocol import STOCK_METHODS, Capacity, PromptBlock, StockMethod
 from vegas_runtime.records import read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint

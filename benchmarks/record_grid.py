@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.engine.reference import ReferenceEngine
+from vegas_runtime.protocol import PromptBlock
 from vegas_runtime.records import Run, write_json_lines
 from vegas_tune.plan import gamma_ladder
 from vegas_tune.request import PACKAGED

@@ -12,7 +12,8 @@ import optuna
 from benchmarks.grid import Grid
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.replay import ReplayEngine
-from vegas_tune.laboratory import Measured, Performer
+from vegas_tune.outcomes import Measured
+from vegas_tune.performer import Performer
 from vegas_tune.plan import GAMMA, Point
 
 # Tells the recorded rate of a setting; stops when the engine time is spent.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import Row
-from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.protocol import Capacity, PromptBlock, StockMethod
 from vegas_runtime.records import Run, write_json_lines
 from vegas_runtime.vllm_plugin.child import launch_host
 from vegas_runtime.vllm_plugin.engine import VllmEngine

@@ -34,13 +34,14 @@ from benchmarks.vllm_arms import (
     setting_of,
     source_prompts,
 )
-from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
+from vegas_runtime.backend import find_checkpoint
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError
+from vegas_runtime.protocol import Capacity, PromptBlock
 from vegas_runtime.records import read_json_lines, write_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
-from vegas_tune.laboratory import rounded
 from vegas_tune.measure import Measurement, mean_ratio, measure
+from vegas_tune.performer import rounded
 
 GAMMAS = (2, 3, 4, 5, 6, 8)
 RATIOS = (0.02, 0.03, 0.05, 0.07, 0.1)

@@ -27,8 +27,8 @@ from benchmarks.vllm_arms import (
     side_by_side,
     source_prompts,
 )
-from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_runtime.vllm_plugin.driving import Completion
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint

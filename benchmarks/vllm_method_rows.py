@@ -14,8 +14,8 @@ from scipy.special import stdtrit
 
 from benchmarks.results_file import Row, write_rows
 from benchmarks.vllm_arms import BASE, figures_of, mean_of, row, setting_of
-from vegas_runtime.backend import STOCK_METHODS
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import STOCK_METHODS
 from vegas_runtime.records import Run
 from vegas_tune.measure import (
     Estimate,

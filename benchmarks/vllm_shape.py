@@ -21,10 +21,10 @@ from benchmarks.vllm_arms import (
     row,
     say,
 )
-from vegas_runtime.backend import Capacity, PromptBlock
 from vegas_runtime.config import SamplingConfig
 from vegas_runtime.gpu_memory import first_device, used_bytes
 from vegas_runtime.machine import nvidia_smi
+from vegas_runtime.protocol import Capacity, PromptBlock
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 

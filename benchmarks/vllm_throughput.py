@@ -31,13 +31,15 @@ from benchmarks.vllm_arms import (
     source_prompts,
 )
 from benchmarks.vllm_lossless import allow_planting, compare_outputs
-from vegas_runtime.backend import Capacity, PromptBlock, find_checkpoint
+from vegas_runtime.backend import find_checkpoint
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import Capacity, PromptBlock
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune.bench import Silent
-from vegas_tune.laboratory import Laboratory, Measured
+from vegas_tune.laboratory import Laboratory
 from vegas_tune.measure import Measurement, mean_ratio, unpaired_ratio
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import make_plan
 from vegas_tune.sweep import SweepResult, run_sweep
 

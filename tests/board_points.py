@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, StepRecord
-from vegas_tune.laboratory import Measured
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import GAMMA, Point
 
 

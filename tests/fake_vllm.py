@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from synthetic import Shape
 
-from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
+from vegas_runtime.protocol import Capacity
 from vegas_runtime.vllm_plugin import recording
 from vegas_runtime.vllm_plugin.child import Child, launch
 from vegas_runtime.vllm_plugin.core import CoreFacts, CoreOutput, Emission

@@ -18,10 +18,11 @@ from typing import Any
 
 from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
+from vegas_runtime.protocol import PromptBlock
 from vegas_runtime.records import Run
-from vegas_tune.laboratory import Laboratory, Outcome
+from vegas_tune.laboratory import Laboratory
+from vegas_tune.outcomes import Outcome
 from vegas_tune.plan import Plan, Point, make_plan
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import run_sweep

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_runtime.records import Run, StepRecord
 
 FloatArray = NDArray[np.float64]

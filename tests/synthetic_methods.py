@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from synthetic import PLATEAU, Shape, SyntheticEngine, _lognormal
 
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_runtime.records import Run
 
 # All requests alike: eight draws from a population would hide the truth behind their spread.

@@ -7,9 +7,9 @@ import pytest
 
 from profiles import GPU, make_profile
 from vegas_runtime import machine
-from vegas_runtime.backend import EngineInfo
 from vegas_runtime.errors import ProfileMismatchError
 from vegas_runtime.profile import Profile
+from vegas_runtime.protocol import EngineInfo
 from vegas_tune.apply import (
     MachineFacts,
     MatchFinding,

@@ -15,8 +15,8 @@ from fake_vllm import FAST, Clock, checkpoint, inline_engine
 from benchmarks import vllm_arms, vllm_lossless, vllm_shape, vllm_sweeps, vllm_throughput
 from benchmarks.results_file import RESULTS, Row
 from benchmarks.vllm_sweeps import agree, kept_records
-from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint

@@ -20,8 +20,8 @@ from benchmarks.bench_vllm_methods import Bench
 from benchmarks.results_file import Row
 from benchmarks.vllm_arms import Evidence
 from benchmarks.vllm_method_rows import logs_of, paired_ratio, publish, recorded, sparse_rows
-from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint

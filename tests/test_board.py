@@ -18,7 +18,7 @@ from postgres import Server
 from vegas_runtime.errors import StorageError, UsageError
 from vegas_tune import owner, storage
 from vegas_tune.board import Board
-from vegas_tune.laboratory import Failed, Measured
+from vegas_tune.outcomes import Failed, Measured
 from vegas_tune.plan import STEPS
 from vegas_tune.storage import open_storage, patiently, shown
 from vegas_tune.trials import given_up

@@ -10,10 +10,10 @@ import pytest
 from synthetic import PLATEAU, Shape, SyntheticEngine, make_blocks
 from test_request import options
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import UsageError
 from vegas_runtime.profile import load_profile
+from vegas_runtime.protocol import PromptBlock
 from vegas_runtime.records import Run
 from vegas_tune import cells_tune
 from vegas_tune.cells import (
@@ -29,7 +29,8 @@ from vegas_tune.cells import (
 )
 from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions
-from vegas_tune.laboratory import Laboratory, Measured
+from vegas_tune.laboratory import Laboratory
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import GAMMA, Point, make_plan
 from vegas_tune.request import SweepRequest
 from vegas_tune.sweep_outcome import SweepOutcome

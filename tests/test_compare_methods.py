@@ -14,7 +14,7 @@ from synthetic import Shape, SyntheticEngine, make_blocks
 from synthetic_methods import SHAPES, MethodsEngine
 from test_request import options
 
-from vegas_runtime.backend import Capacity, StockMethod, refusal_by_vllm, slowed_on_vllm
+from vegas_runtime.backend import refusal_by_vllm, slowed_on_vllm
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import (
     BackendError,
@@ -25,6 +25,7 @@ from vegas_runtime.errors import (
     UsageError,
 )
 from vegas_runtime.gpu_memory import UNKNOWN
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_tune import compare_bed, compare_methods, figure_files, stock_methods
 from vegas_tune.compare_methods import CompareOutcome, CompareRequest
 from vegas_tune.method_report import small_print, verdict

@@ -28,7 +28,8 @@ from vegas_tune import fleet
 from vegas_tune.bench import Bench, Silent
 from vegas_tune.board import Board
 from vegas_tune.fleet import FleetLab, LocalWorkers, pin_gpus, remote_blocks, worker_command
-from vegas_tune.laboratory import Failed, Laboratory, Measured, MemoryStore, Outcome
+from vegas_tune.laboratory import Laboratory, MemoryStore
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import GAMMA, VALIDATE, Plan, Point
 from vegas_tune.storage import open_storage
 from vegas_tune.study import RunFolder

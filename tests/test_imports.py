@@ -20,7 +20,16 @@ PACKAGES: Final = ("vegas_runtime", "vegas_tune")
 # Each row may import itself and the rows above it. A name stands for the module, and for the
 # whole package when it is one.
 LAYERS: Final = (
-    ("errors", "config", "metrics", "records", "record_arrays", "machine", "gpu_memory"),
+    (
+        "errors",
+        "config",
+        "metrics",
+        "records",
+        "record_arrays",
+        "machine",
+        "gpu_memory",
+        "protocol",
+    ),
     ("profile", "profile_errors", "profile_sections", "profile_values", "profile_yaml"),
     ("kernels",),
     ("policies",),
@@ -28,14 +37,6 @@ LAYERS: Final = (
     ("backend", "replay"),
 )
 NEVER_EACH_OTHER: Final = ("engine", "vllm_plugin")
-
-# An engine implements the protocol that stands beside the door to all engines, and starts for the
-# capacity that stands there too.
-IMPLEMENTS_THE_PROTOCOL: Final = (
-    "vegas_runtime.engine.reference",
-    "vegas_runtime.vllm_plugin.engine",
-    "vegas_runtime.vllm_plugin.engine_options",
-)
 
 # Third-party packages that belong to some modules alone.
 OWNERS: Final = {
@@ -159,8 +160,6 @@ def test_runtime_parts_import_only_what_lies_above_them() -> None:
     for found in ALL_IMPORTS:
         importer, target = part_of(found.importer), part_of(found.target)
         if importer is None or target is None:
-            continue
-        if target == "backend" and found.importer in IMPLEMENTS_THE_PROTOCOL:
             continue
         apart = {importer, target} == set(NEVER_EACH_OTHER)
         if apart or row_of(target) > row_of(importer):

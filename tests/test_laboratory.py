@@ -7,20 +7,14 @@ from typing import Any
 import pytest
 from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, StorageError
+from vegas_runtime.protocol import PromptBlock
 from vegas_runtime.records import Run
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
-from vegas_tune.laboratory import (
-    MAX_RETRIES,
-    Failed,
-    Laboratory,
-    Measured,
-    MemoryStore,
-    RecordedLab,
-    classify,
-)
+from vegas_tune.laboratory import Laboratory, MemoryStore, RecordedLab
+from vegas_tune.outcomes import MAX_RETRIES, Failed, Measured
+from vegas_tune.performer import classify
 from vegas_tune.plan import GAMMA, Plan, Point, make_plan
 
 BASE = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0, min_tokens=32)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.loading import ModelSource, load_model
 from vegas_runtime.engine.reference import ReferenceEngine
 from vegas_runtime.metrics import accepted_per_iteration
 from vegas_runtime.policies import POLICIES
+from vegas_runtime.protocol import PromptBlock
 from vegas_tune.workload import WorkloadSpec, build_workload
 
 pytestmark = pytest.mark.model

@@ -8,7 +8,6 @@ from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.records import Run, StepRecord
-from vegas_tune.laboratory import rounded
 from vegas_tune.measure import (
     Counts,
     Estimate,
@@ -23,6 +22,7 @@ from vegas_tune.measure import (
     request_counts,
     survival,
 )
+from vegas_tune.performer import rounded
 from vegas_tune.steady import Unsteady, steady_steps
 
 

@@ -10,12 +10,12 @@ from tiny_decoding import plain_text, tiny_oracle
 from tiny_models import make_tiny, tiny_prompt
 from transformers import PreTrainedTokenizerBase
 
-from vegas_runtime.backend import Engine, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.loading import LoadedModel, ModelSource
 from vegas_runtime.engine.reference import ReferenceEngine
 from vegas_runtime.errors import BackendError, ConfigError
+from vegas_runtime.protocol import Engine, PromptBlock
 from vegas_runtime.records import Run
 
 NEVER = math.inf

@@ -14,7 +14,8 @@ from profiles import make_profile
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError
 from vegas_runtime.profile import Profile, dump_profile, parse_profile
-from vegas_tune.laboratory import Failed, Laboratory
+from vegas_tune.laboratory import Laboratory
+from vegas_tune.outcomes import Failed
 from vegas_tune.plan import GAMMA, Point
 from vegas_tune.progress import SweepProgress
 from vegas_tune.publish import build_profile, gpu_warnings

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
-from vegas_runtime.backend import Engine, PromptBlock, open_backend
+from vegas_runtime.backend import open_backend
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, StorageError
+from vegas_runtime.protocol import Engine, PromptBlock
 from vegas_runtime.records import Run, write_json_lines
 from vegas_runtime.replay import ReplayEngine
-from vegas_tune.laboratory import Laboratory, rounded
+from vegas_tune.laboratory import Laboratory
+from vegas_tune.performer import rounded
 from vegas_tune.plan import make_plan
 from vegas_tune.sweep import run_sweep
 

@@ -11,12 +11,12 @@ import pytest
 from test_reference_engine import NEVER, SAMPLED, block, loaded
 
 import vegas_runtime.engine.attention as attention_module
-from vegas_runtime.backend import SelectionRecorder
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine.lane_state import PageBounds
 from vegas_runtime.engine.reference import ReferenceEngine
 from vegas_runtime.errors import BackendError
 from vegas_runtime.policies import POLICIES
+from vegas_runtime.protocol import SelectionRecorder
 from vegas_runtime.records import Run
 
 BASE = SpeculationConfig(num_speculative_tokens=4, sparsity_ratio=0.4, min_tokens=4)

@@ -22,7 +22,8 @@ from synthetic import PLATEAU, SyntheticEngine
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, StorageError, UsageError
 from vegas_tune.evidence import unpack_records
-from vegas_tune.laboratory import Failed, Laboratory
+from vegas_tune.laboratory import Laboratory
+from vegas_tune.outcomes import Failed
 from vegas_tune.plan import GAMMA, SPARSITY, STEPS, Plan, Point
 from vegas_tune.study import RunFolder
 from vegas_tune.sweep import SweepResult, run_sweep

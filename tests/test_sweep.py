@@ -15,7 +15,8 @@ from vegas_runtime.errors import BackendError, BudgetSpentError, NoValidTrialErr
 from vegas_tune.bench import Bench as Measurements
 from vegas_tune.bench import Silent
 from vegas_tune.decide import Decision
-from vegas_tune.laboratory import Failed, Laboratory, Measured, MemoryStore, Outcome, RecordedLab
+from vegas_tune.laboratory import Laboratory, MemoryStore, RecordedLab
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, STEPS, VALIDATE, Plan, make_plan
 from vegas_tune.sweep import SweepResult, run_search, run_sweep
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from synthetic import PLATEAU, SyntheticEngine, make_blocks
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.gpu_memory import first_device
+from vegas_runtime.protocol import PromptBlock
 from vegas_runtime.records import Run
 from vegas_tune import telemetry
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
-from vegas_tune.laboratory import RETRIED_KINDS, Failed, Measured, Performer
+from vegas_tune.outcomes import RETRIED_KINDS, Failed, Measured
+from vegas_tune.performer import Performer
 from vegas_tune.plan import GAMMA, Point
 from vegas_tune.publish import _watched
 from vegas_tune.telemetry import (

@@ -10,9 +10,9 @@ import pytest
 from test_request import options
 from test_vllm_sweep import Garage, garage, model
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.errors import UsageError
 from vegas_runtime.profile import load_profile
+from vegas_runtime.protocol import PromptBlock
 from vegas_tune import cells_tune
 from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions

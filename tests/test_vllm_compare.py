@@ -12,7 +12,7 @@ from fake_vllm import FAST, Clock, FakeEngineCore, InlineChild
 from test_compare_methods import OPTIONS
 from test_vllm_sweep import model
 
-from vegas_runtime.backend import Capacity, StockMethod
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint, engine_options

@@ -25,10 +25,10 @@ from fake_vllm import (
 )
 
 from vegas_runtime import backend
-from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError, UsageError
 from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard
+from vegas_runtime.protocol import Capacity, PromptBlock, StockMethod
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin import child as child_module
 from vegas_runtime.vllm_plugin import engine as engine_module
@@ -44,8 +44,10 @@ from vegas_runtime.vllm_plugin.engine_options import (
 )
 from vegas_runtime.vllm_plugin.host import sampling_params
 from vegas_runtime.vllm_plugin.unrecorded import steps_of_outputs
-from vegas_tune.laboratory import RETRIED_KINDS, Laboratory, Measured, Outcome, classify
+from vegas_tune.laboratory import Laboratory
 from vegas_tune.measure import Measurement, measure
+from vegas_tune.outcomes import RETRIED_KINDS, Measured, Outcome
+from vegas_tune.performer import classify
 from vegas_tune.plan import VALIDATE, Point, make_plan
 
 SETTING = SpeculationConfig(num_speculative_tokens=4, sparsity_ratio=0.1, min_tokens=32)

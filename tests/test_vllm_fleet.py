@@ -13,17 +13,17 @@ from fake_vllm import Clock, InlineChild
 from test_request import options
 from test_vllm_sweep import model
 
-from vegas_runtime.backend import Capacity
 from vegas_runtime.errors import GpuMemoryError, UsageError
 from vegas_runtime.gpu_memory import MemoryCheck
 from vegas_runtime.profile import load_profile
+from vegas_runtime.protocol import Capacity
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune import fleet_tune, worker_arms
 from vegas_tune.board import Board
 from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions
-from vegas_tune.laboratory import Measured
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import GAMMA, STOCK
 from vegas_tune.progress import SweepProgress
 from vegas_tune.request import SweepRequest

@@ -15,8 +15,8 @@ from fake_vllm import FAST, Clock, InlineChild, checkpoint
 from benchmarks import bench_ablation, vllm_arms, vllm_grid
 from benchmarks.grid import Grid
 from benchmarks.results_file import RESULTS, Row
-from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import Capacity
 from vegas_runtime.records import Run, read_json_lines
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint

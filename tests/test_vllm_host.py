@@ -12,8 +12,8 @@ import pytest
 from fake_vllm import capacity, checkpoint
 from script_runs import report_of
 
-from vegas_runtime.backend import ON_V1_RUNNER, STOCK_METHODS, StockMethod
 from vegas_runtime.config import SamplingConfig
+from vegas_runtime.protocol import ON_V1_RUNNER, STOCK_METHODS, StockMethod
 from vegas_runtime.records import Run, StepRecord
 from vegas_runtime.vllm_plugin.engine_options import engine_options
 from vegas_runtime.vllm_plugin.host import sampling_params

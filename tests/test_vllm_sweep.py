@@ -20,18 +20,18 @@ from fake_vllm import FAST, Clock, InlineChild
 from test_request import options
 
 from vegas_runtime import backend
-from vegas_runtime.backend import Capacity
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ProfileMismatchError, UsageError
 from vegas_runtime.profile import load_profile
+from vegas_runtime.protocol import Capacity
 from vegas_runtime.vllm_plugin.engine import VllmEngine
 from vegas_runtime.vllm_plugin.engine_options import Checkpoint
 from vegas_tune import checking, tune
 from vegas_tune import request as request_module
 from vegas_tune.evidence import unpack_records
 from vegas_tune.gate import replay_decisions
-from vegas_tune.laboratory import Measured
 from vegas_tune.measure import unpaired_ratio
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import STOCK
 from vegas_tune.progress import SweepProgress
 from vegas_tune.render import render

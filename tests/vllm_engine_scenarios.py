@@ -21,9 +21,9 @@ import torch
 import vllm_bed as bed
 from plain_collector import PlainCollector
 
-from vegas_runtime.backend import Capacity, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
+from vegas_runtime.protocol import Capacity, PromptBlock, StockMethod
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin import host
 from vegas_runtime.vllm_plugin.core import Core, CoreFacts

@@ -46,7 +46,7 @@ class SpeculationConfig:
 
     Attributes:
         algorithm: name of the KV selection policy, a key of `policies.POLICIES`; of an engine's
-            own method where that drafts (`backend.StockMethod`).
+            own method where that drafts (`protocol.StockMethod`).
         num_speculative_tokens: tokens drafted per iteration (gamma); 0 is plain decoding.
         sparsity_ratio: fraction of KV entries kept while drafting, in (0, 1].
         min_tokens: floor of the KV budget, in tokens.

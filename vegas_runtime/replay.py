@@ -18,9 +18,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, StorageError
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_runtime.records import Run, read_json_lines
 
 GRID_KIND: Final = "grid"
@@ -29,7 +29,7 @@ _Setting = tuple[int, SpeculationConfig]
 
 
 class ReplayEngine:
-    """Implements `backend.Engine` over recorded passes.
+    """Implements `protocol.Engine` over recorded passes.
 
     A pass answers with the recording of its replicate. Replicates beyond those recorded go round
     again, each time shifted by a hash of setting, block and lap, so that the same recordings do

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from vegas_runtime.backend import EngineInfo
 from vegas_runtime.engine.loading import resolve_model
 from vegas_runtime.errors import ProfileMismatchError
 from vegas_runtime.machine import device_facts, runtime_facts
 from vegas_runtime.profile import WILDCARD, Profile
+from vegas_runtime.protocol import EngineInfo
 from vegas_tune.render import FORMATS, batch_schedule, one_line, render, serving_plan
 
 __all__ = [

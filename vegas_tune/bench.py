@@ -12,8 +12,9 @@ from typing import Protocol
 
 from vegas_runtime.config import SpeculationConfig
 from vegas_tune.decide import Cell, Decision, Rates
-from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
+from vegas_tune.laboratory import Lab
 from vegas_tune.measure import Counts
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import BUDGET_SHARES, GAMMA, REFINE, SPARSITY, VALIDATE, Plan, Point
 from vegas_tune.predictor import Predictor
 

@@ -27,7 +27,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from vegas_runtime.errors import StorageError
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
-from vegas_tune.laboratory import Measured, Outcome
+from vegas_tune.outcomes import Measured, Outcome
 from vegas_tune.owner import is_dead, this_process
 from vegas_tune.plan import Point
 from vegas_tune.storage import is_connection_loss, patiently

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vegas_runtime.backend import (
-    Capacity,
-    Engine,
     find_checkpoint,
     open_backend,
     open_vllm,
@@ -20,6 +18,7 @@ from vegas_runtime.backend import (
 from vegas_runtime.errors import BudgetSpentError, ConfigError, NoValidTrialError, UsageError
 from vegas_runtime.profile import Profile, write_profile
 from vegas_runtime.profile_sections import Artifact, Selected
+from vegas_runtime.protocol import Capacity, Engine
 from vegas_tune.cells import (
     CellAnswer,
     CellKey,
@@ -48,7 +47,7 @@ from vegas_tune.tune import (
 from vegas_tune.workload import Workload, build_workload
 
 if TYPE_CHECKING:
-    from vegas_runtime.backend import EngineInfo
+    from vegas_runtime.protocol import EngineInfo
     from vegas_runtime.vllm_plugin.engine import VllmEngine
     from vegas_tune.progress import SweepProgress
 

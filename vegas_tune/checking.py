@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from vegas_runtime.backend import (
-    Capacity,
-    Engine,
     choose_backend,
     find_checkpoint,
     open_backend,
@@ -19,6 +17,7 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, UsageError
 from vegas_runtime.profile import WILDCARD, Profile, load_profile
 from vegas_runtime.profile_sections import Workload as Description
+from vegas_runtime.protocol import Capacity, Engine
 from vegas_tune.apply import match_profile, raise_on_hard
 from vegas_tune.gate import Status, Verdict, replay_decisions
 from vegas_tune.request import parse_duration_s

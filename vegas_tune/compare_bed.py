@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vegas_runtime.backend import (
-    Capacity,
-    Engine,
-    StockMethod,
     find_checkpoint,
     open_backend,
     open_vllm,
@@ -28,6 +25,7 @@ from vegas_runtime.backend import (
     slowed_on_vllm,
 )
 from vegas_runtime.errors import BackendError, ConfigError, UsageError
+from vegas_runtime.protocol import Capacity, Engine, StockMethod
 from vegas_tune.methods import Method, slug
 from vegas_tune.plan import Plan
 from vegas_tune.request import SweepRequest

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, resolve_backend
+from vegas_runtime.backend import resolve_backend
 from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.errors import EXIT_CODES, BudgetSpentError, NoValidTrialError, UsageError
+from vegas_runtime.protocol import Engine, PromptBlock, SelectionRecorder
 from vegas_runtime.records import replace_file
 from vegas_tune.compare_bed import Bed, open_bed, tuning_folder
 from vegas_tune.methods import (
@@ -27,7 +28,7 @@ from vegas_tune.stock_methods import OwnMethod, own_method
 from vegas_tune.tune import first_interrupt_finishes
 
 if TYPE_CHECKING:
-    from vegas_runtime.backend import EngineInfo
+    from vegas_runtime.protocol import EngineInfo
     from vegas_tune.method_report import MethodComparison
     from vegas_tune.method_rounds import SideBySide
     from vegas_tune.progress import SweepProgress

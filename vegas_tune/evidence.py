@@ -14,7 +14,7 @@ from typing import Any, Final
 from vegas_runtime.errors import StorageError
 from vegas_runtime.record_arrays import read_arrays, write_arrays
 from vegas_runtime.records import Run, read_json_lines
-from vegas_tune.laboratory import Failed, Measured, Outcome
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import Plan, Point
 from vegas_tune.steady import Unsteady, steady_steps
 

@@ -20,12 +20,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, child_environment, visible_gpus
 from vegas_runtime.errors import BackendError
 from vegas_runtime.gpu_memory import MemoryCheck, MemoryGuard, as_device
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_tune.board import Board
-from vegas_tune.laboratory import Outcome, Store, cost_side_by_side, is_final
+from vegas_tune.laboratory import Store, cost_side_by_side
+from vegas_tune.outcomes import Outcome, is_final
 from vegas_tune.plan import Plan, Point
 from vegas_tune.trials import given_up
 

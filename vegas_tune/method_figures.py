@@ -13,11 +13,11 @@ from vegas_runtime.config import SpeculationConfig
 from vegas_tune.bench import counts_by_request
 from vegas_tune.chart_data import METHOD_STYLES, Axis, Mark, Row, Series, Style
 from vegas_tune.decide import plain_values
-from vegas_tune.laboratory import Measured
 from vegas_tune.measure import Estimate, accepted, position_acceptance
 from vegas_tune.method_rounds import SideBySide
 from vegas_tune.method_table import MethodRow, figure, share
 from vegas_tune.methods import slug
+from vegas_tune.outcomes import Measured
 from vegas_tune.plan import SPARSITY
 from vegas_tune.sweep import Search
 from vegas_tune.wording import estimate, number, percent

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from vegas_runtime.backend import Engine, PromptBlock, SelectionRecorder, WindowDrafter
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import VegasError
+from vegas_runtime.protocol import Engine, PromptBlock, SelectionRecorder, WindowDrafter
 from vegas_runtime.records import Run
 from vegas_tune.bench import Progress
-from vegas_tune.laboratory import Failed, Lab, Laboratory, Measured, Outcome, Store
+from vegas_tune.laboratory import Lab, Laboratory, Store
 from vegas_tune.methods import PLAIN, slug
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import Plan, Point
 
 MAX_ROUNDS: Final = 10

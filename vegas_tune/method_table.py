@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.profile import Estimate as Figure
 from vegas_tune.bench import counts_by_request
-from vegas_tune.laboratory import Measured
 from vegas_tune.measure import (
     Estimate,
     accepted,
@@ -20,6 +19,7 @@ from vegas_tune.measure import (
 )
 from vegas_tune.method_rounds import OverheadSource, SideBySide
 from vegas_tune.methods import PLAIN, STOCK
+from vegas_tune.outcomes import Measured
 from vegas_tune.report_blocks import Table
 from vegas_tune.steady import Unsteady, steady_steps
 from vegas_tune.wording import estimate, setting, times

@@ -1,7 +1,7 @@
 """Methods by name: what `compare --methods` and its table call them, and the setting behind each.
 
 A method is one row of the comparison. What a row needs of an engine is `configure` and `run`.
-vLLM's own methods (`backend.STOCK_METHODS`) select no KV entries and are fixed when an engine
+vLLM's own methods (`protocol.STOCK_METHODS`) select no KV entries and are fixed when an engine
 starts; `stock_methods` measures those.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vegas_runtime.backend import STOCK_METHODS
 from vegas_runtime.config import SWITCHES, SpeculationConfig
 from vegas_runtime.errors import UsageError
+from vegas_runtime.protocol import STOCK_METHODS
 
 # The systems of the paper's Figure 9.
 DEFAULT_METHODS: Final = "vegas,streaming_llm,quest,spec_extend"

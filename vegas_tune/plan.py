@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import MAX_SPECULATIVE_TOKENS, SpeculationConfig
 from vegas_runtime.errors import UsageError, WorkloadError
+from vegas_runtime.protocol import PromptBlock
 
 # Not one of the sweep's own steps: another engine, which no decision rests on.
 STOCK: Final = "0-stock"

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.status import Status
 
 from vegas_tune.decide import Decision
-from vegas_tune.laboratory import Measured, Outcome
 from vegas_tune.measure import Estimate
+from vegas_tune.outcomes import Measured, Outcome
 
 _STEPS: Final = {
     "0-stock": "stock",

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vegas_runtime import __version__
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import ProfileInvalidError
 from vegas_runtime.profile import Match, Profile, Workload, load_profile
-from vegas_tune.laboratory import Failed, Measured, Outcome
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_tune.measure import (
     NUM_BATCHES,
     Estimate,
@@ -23,6 +22,7 @@ from vegas_tune.measure import (
     significant,
     survival,
 )
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE
 from vegas_tune.stock import EngineUse, StockFigures
 from vegas_tune.sweep import SweepResult

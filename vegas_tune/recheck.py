@@ -11,14 +11,15 @@ from typing import Any, Final
 import numpy as np
 from scipy.special import stdtrit
 
-from vegas_runtime.backend import Engine, PromptBlock
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import WorkloadError
+from vegas_runtime.protocol import Engine, PromptBlock
 from vegas_tune.bench import counts_by_request
 from vegas_tune.decide import spending_levels
 from vegas_tune.gate import LEAST_MARGIN, NOISE_MARGIN, Status, Verdict, judge, recorded_result
-from vegas_tune.laboratory import Failed, Laboratory, Measured
+from vegas_tune.laboratory import Laboratory
 from vegas_tune.measure import Counts, Estimate, RequestCounts, pool
+from vegas_tune.outcomes import Failed, Measured
 from vegas_tune.plan import FAMILY_ALPHA, VALIDATE, Plan, Point
 from vegas_tune.steady import FloatArray
 from vegas_tune.sweep import SweepResult

@@ -7,7 +7,7 @@ from pathlib import Path
 from vegas_runtime.errors import StorageError
 from vegas_runtime.records import read_json_lines, write_json_lines
 from vegas_tune.evidence import outcome_from_row, outcome_to_row
-from vegas_tune.laboratory import Outcome
+from vegas_tune.outcomes import Outcome
 from vegas_tune.plan import Point
 
 

@@ -13,19 +13,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, worst
+from vegas_runtime.protocol import PromptBlock
 from vegas_tune.bench import Progress
-from vegas_tune.laboratory import (
-    Failed,
-    Laboratory,
-    Measured,
-    Outcome,
-    StoppableLab,
-    Store,
-    settled,
-)
+from vegas_tune.laboratory import Laboratory, StoppableLab, Store, settled
 from vegas_tune.measure import Estimate, blocked_ratio
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import STOCK, Plan, Point
 
 if TYPE_CHECKING:

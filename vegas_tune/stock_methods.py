@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from vegas_runtime.backend import ON_V1_RUNNER, PromptBlock, StockMethod
 from vegas_runtime.config import SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, GpuMemoryError
+from vegas_runtime.protocol import ON_V1_RUNNER, PromptBlock, StockMethod
 from vegas_tune.bench import Progress
-from vegas_tune.laboratory import Failed, Measured, Outcome, Store, settled
+from vegas_tune.laboratory import Store, settled
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import Plan, Point
 from vegas_tune.stock import StockEngine
 
@@ -86,7 +87,7 @@ def own_method(name: str, *, draft_model: str = "", eagle_head: str = "") -> Own
     """One of vLLM's own methods, and what stands against it here.
 
     Args:
-        name: one of `backend.STOCK_METHODS`.
+        name: one of `protocol.STOCK_METHODS`.
         draft_model: what the user named for `draft_model`.
         eagle_head: what the user named for `eagle3`.
     """

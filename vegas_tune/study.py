@@ -29,7 +29,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from vegas_runtime.errors import StorageError, UsageError
 from vegas_runtime.records import read_json_lines, replace_file, write_json_lines
 from vegas_tune.evidence import outcome_from_row, outcome_to_row, pack_records
-from vegas_tune.laboratory import Failed, Measured, Outcome, is_final
+from vegas_tune.outcomes import Failed, Measured, Outcome, is_final
 from vegas_tune.plan import Plan, Point
 from vegas_tune.trials import (
     DISTRIBUTIONS,

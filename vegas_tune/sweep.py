@@ -16,9 +16,10 @@ from vegas_runtime.errors import BudgetSpentError, NoValidTrialError, VegasError
 from vegas_tune.bench import Bench, Progress, Silent, counts_by_request
 from vegas_tune.decide import Choice, Decision, Plateau, Validation, choose, find_plateau
 from vegas_tune.decision_log import choice_decision, named, sparsity_decision, validation_decision
-from vegas_tune.laboratory import Failed, Lab, Measured, Outcome
+from vegas_tune.laboratory import Lab
 from vegas_tune.ladder import SEARCH, LadderSearch, neighbours
 from vegas_tune.measure import pool
+from vegas_tune.outcomes import Failed, Measured, Outcome
 from vegas_tune.plan import GAMMA, REFINE, SPARSITY, VALIDATE, Plan
 from vegas_tune.validation import Validated, validate_afresh
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from vegas_runtime.errors import EXIT_CODES
 
 if TYPE_CHECKING:
-    from vegas_runtime.backend import EngineInfo, PromptBlock
     from vegas_runtime.profile import Profile
+    from vegas_runtime.protocol import EngineInfo, PromptBlock
     from vegas_tune.progress import SweepProgress
     from vegas_tune.stock import EngineUse, StockFigures
     from vegas_tune.study import RunFolder

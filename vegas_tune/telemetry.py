@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 
-from vegas_runtime.backend import EngineInfo
 from vegas_runtime.gpu_memory import first_devices
+from vegas_runtime.protocol import EngineInfo
 
 SAMPLE_EVERY_S: Final = 0.5
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
 
 from vegas_runtime.config import MAX_SPECULATIVE_TOKENS
-from vegas_tune.laboratory import MAX_RETRIES, Failed, Measured, Outcome
+from vegas_tune.outcomes import MAX_RETRIES, Failed, Measured, Outcome
 from vegas_tune.plan import SPARSITY, STEPS, STOCK, Point
 
 # One study each; stock vLLM first, because that engine is there first.

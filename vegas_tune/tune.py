@@ -12,8 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from vegas_runtime.backend import PromptBlock, open_backend, resolve_backend
+from vegas_runtime.backend import open_backend, resolve_backend
 from vegas_runtime.errors import UsageError
+from vegas_runtime.protocol import PromptBlock
 from vegas_tune.datasets import data_files
 from vegas_tune.plan import Plan, make_plan
 from vegas_tune.request import SERVED, SweepRequest
@@ -100,7 +101,8 @@ def _on_one_engine(request: SweepRequest, progress: SweepProgress, reason: str) 
 
 def _on_vllm(request: SweepRequest, progress: SweepProgress, reason: str) -> SweepOutcome:
     """Sweep vLLM: sized for the workload, started once, stock vLLM measured on both sides of it."""
-    from vegas_runtime.backend import Capacity, find_checkpoint, open_vllm
+    from vegas_runtime.backend import find_checkpoint, open_vllm
+    from vegas_runtime.protocol import Capacity
     from vegas_tune.laboratory import Laboratory
     from vegas_tune.stock import EngineUse, StockArm
     from vegas_tune.study import RunFolder

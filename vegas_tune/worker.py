@@ -12,7 +12,7 @@ from typing import Final
 
 from vegas_runtime.errors import StorageError, WorkloadError
 from vegas_tune.board import Board, Task
-from vegas_tune.laboratory import Failed
+from vegas_tune.outcomes import Failed
 from vegas_tune.plan import Plan
 from vegas_tune.storage import GRACE_S, HEARTBEAT_S, is_connection_loss, open_storage
 from vegas_tune.worker_arms import Arms, Report, open_arms

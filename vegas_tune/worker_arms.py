@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vegas_runtime.backend import (
-    Capacity,
-    Engine,
-    EngineInfo,
-    PromptBlock,
     find_checkpoint,
     open_backend,
     open_vllm,
@@ -22,8 +18,9 @@ from vegas_runtime.backend import (
 )
 from vegas_runtime.config import SamplingConfig, SpeculationConfig, visible_gpus
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck
+from vegas_runtime.protocol import Capacity, Engine, EngineInfo, PromptBlock
 from vegas_tune.board import Board
-from vegas_tune.laboratory import Performer
+from vegas_tune.performer import Performer
 from vegas_tune.plan import STOCK
 from vegas_tune.split import check_gpus, check_split
 from vegas_tune.stock import EngineUse

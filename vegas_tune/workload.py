@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from vegas_runtime.backend import PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import ConfigError, WorkloadError
+from vegas_runtime.protocol import PromptBlock
 from vegas_tune.datasets import data_files, file_prompts, files_sha256, read_texts
 from vegas_tune.prompts import Prompt, PromptEncoder, Tokenizer, sha256_text
 from vegas_tune.standard_library import standard_library_facts, standard_library_prompts

@@ -12,7 +12,6 @@ from typing import Self
 
 import torch
 
-from vegas_runtime.backend import EngineInfo, PromptBlock
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.engine.attention import register
 from vegas_runtime.engine.decoding import Decoder, Request
@@ -30,6 +29,7 @@ from vegas_runtime.engine.selection_tape import (
 )
 from vegas_runtime.errors import BackendError, ConfigError
 from vegas_runtime.machine import device_facts, runtime_facts
+from vegas_runtime.protocol import EngineInfo, PromptBlock
 from vegas_runtime.records import Run, StepRecord
 
 MakeSelector = Callable[[SpeculationConfig, KVCache, DecoderModel, AttentionChoice], Selector]
@@ -61,7 +61,7 @@ class Generation:
 
 
 class ReferenceEngine:
-    """Runs any decoder-only checkpoint through transformers; implements `backend.Engine`.
+    """Runs any decoder-only checkpoint through transformers; implements `protocol.Engine`.
 
     Prefilled prompts are kept until `close`, so that every setting of a sweep restores them
     instead of prefilling again.
@@ -216,7 +216,7 @@ class ReferenceEngine:
             done += len(prompt)
 
     def run(self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float) -> Run:
-        """Decode a block while its batch is full; see `backend.Engine.run`.
+        """Decode a block while its batch is full; see `protocol.Engine.run`.
 
         Raises:
             BackendError: the deadline came before the first decode step ended, or a request
@@ -228,7 +228,7 @@ class ReferenceEngine:
     def record_selections(
         self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float
     ) -> Run:
-        """Run, and keep what every draft step read; see `backend.SelectionRecorder`.
+        """Run, and keep what every draft step read; see `protocol.SelectionRecorder`.
 
         Raises:
             BackendError: see `run`.
@@ -247,7 +247,7 @@ class ReferenceEngine:
         return run
 
     def run_recorded(self, *, deadline_s: float) -> Run:
-        """The recorded run again, without choosing; see `backend.SelectionRecorder`.
+        """The recorded run again, without choosing; see `protocol.SelectionRecorder`.
 
         Raises:
             BackendError: nothing is recorded at this setting, the deadline came, or the outputs

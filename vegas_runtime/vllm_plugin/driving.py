@@ -30,7 +30,7 @@ _LEAST_SPARE: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOrder:
-    """What `Driver.run` is to do; see `backend.Engine.run`.
+    """What `Driver.run` is to do; see `protocol.Engine.run`.
 
     Attributes:
         key: names the prompts, as `Driver.prepare` was given them.
@@ -136,7 +136,7 @@ class Driver:
             self._prepared.popitem(last=False)
 
     def run(self, order: DecodeOrder) -> Decoded:
-        """Decode prepared prompts with the batch always full; see `backend.Engine.run`.
+        """Decode prepared prompts with the batch always full; see `protocol.Engine.run`.
 
         Raises:
             BackendError: no step with a full batch ended before the deadline, or a request failed.

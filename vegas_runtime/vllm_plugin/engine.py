@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from vegas_runtime.backend import Capacity, EngineInfo, PromptBlock, StockMethod
 from vegas_runtime.config import SamplingConfig, SpeculationConfig
 from vegas_runtime.errors import BackendError, ConfigError, VegasError
 from vegas_runtime.gpu_memory import UNKNOWN, MemoryCheck, MemoryGuard
+from vegas_runtime.protocol import Capacity, EngineInfo, PromptBlock, StockMethod
 from vegas_runtime.records import Run
 from vegas_runtime.vllm_plugin.child import Child, Launch, launch_host
 from vegas_runtime.vllm_plugin.core import CoreFacts
@@ -41,7 +41,7 @@ _PLAIN: Final = SpeculationConfig(num_speculative_tokens=0, sparsity_ratio=1.0)
 
 
 class VllmEngine:
-    """Runs vLLM in processes of its own; implements `backend.Engine`.
+    """Runs vLLM in processes of its own; implements `protocol.Engine`.
 
     With the plugin, drafting is on and every knob that `configure` takes can change while the
     engine runs. Without it (`is_stock`), vLLM is what was installed, at its own defaults, and gamma
@@ -146,7 +146,7 @@ class VllmEngine:
         self._apply(config, self._limit)
 
     def without_selection(self, config: SpeculationConfig) -> SpeculationConfig | None:
-        """See `backend.WindowDrafter`: lengths alone make a window's lists, and nothing is scored.
+        """See `protocol.WindowDrafter`: lengths alone make a window's lists, and nothing is scored.
 
         None for what chooses nothing: plain decoding, the window itself, stock vLLM.
         """
@@ -173,7 +173,7 @@ class VllmEngine:
         )
 
     def run(self, block: PromptBlock, *, replicate: int, max_tokens: int, deadline_s: float) -> Run:
-        """Decode a block with its batch always full; see `backend.Engine.run`.
+        """Decode a block with its batch always full; see `protocol.Engine.run`.
 
         The block's prompts come in again, with new seeds, for as long as the pass lasts.
 

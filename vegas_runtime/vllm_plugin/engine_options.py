@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vegas_runtime.backend import Capacity, StockMethod
 from vegas_runtime.config import SpeculationConfig
+from vegas_runtime.protocol import Capacity, StockMethod
 from vegas_runtime.vllm_plugin.config import ALGORITHMS_KEY, ROWS_KEY
 from vegas_runtime.vllm_plugin.geometry import with_bounds
 from vegas_runtime.vllm_plugin.graph_sizes import capture_sizes
