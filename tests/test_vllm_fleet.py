@@ -156,6 +156,13 @@ def test_every_device_is_held_against_stock_on_itself(
     assert Counter(one.point.place for one in stock) == dict.fromkeys(
         range(NUM_WORKERS), 2 * PASSES
     )
+    # The budget holds every start, those of stock its own.
+    starts = Counter((one.point.place, one.point.step == STOCK) for one in outcomes if one.load_s)
+    assert starts == {
+        (place, is_stock): count
+        for place in range(NUM_WORKERS)
+        for is_stock, count in ((True, 2), (False, 1))
+    }
     # Stock is evidence; the decisions rest on the sweep's own measurements and costs.
     assert replay_decisions(profile, outcome.path.parent).status == "ok"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,11 +80,19 @@ class Arms(Protocol):
 
 
 class OneEngine:
-    """`Arms` of an engine that is open and does every step."""
+    """`Arms` of an engine that is open and does every step.
 
-    def __init__(self, engine: Engine, blocks: Sequence[PromptBlock]) -> None:
+    Args:
+        engine: open.
+        blocks: the workload.
+        load_s: what opening them took; part of the cost of what is measured first.
+    """
+
+    def __init__(
+        self, engine: Engine, blocks: Sequence[PromptBlock], *, load_s: float = 0.0
+    ) -> None:
         self._engine = engine
-        self._performer = Performer(engine, blocks, where=_where(engine.info))
+        self._performer = Performer(engine, blocks, where=_where(engine.info), load_s=load_s)
         self.blocks = blocks
 
     def performer(self, step: str) -> Performer:
@@ -98,7 +107,8 @@ class OneEngine:
 class VllmArms:
     """`Arms` of vLLM: stock for its own step, the tuned engine for the others, one at a time.
 
-    What they take is kept with the run as they come and go.
+    What they take of their GPUs is kept with the run as they come and go; what a start takes is
+    part of the cost of what it measures first.
 
     Args:
         start: starts vLLM; told whether stock.
@@ -127,8 +137,10 @@ class VllmArms:
         if self._open is None or self._open[0] != is_stock:
             self.close()
             self._memory.refuse_held("vLLM")
+            opened_s = time.monotonic()
             engine = self._start(is_stock)
-            performer = Performer(engine, self.blocks, where=_where(engine.info))
+            load_s = time.monotonic() - opened_s
+            performer = Performer(engine, self.blocks, where=_where(engine.info), load_s=load_s)
             self._open = (is_stock, engine, performer)
             if not is_stock:
                 self._board.set_fact(TUNED_INFO, asdict(engine.info))
@@ -214,6 +226,7 @@ def open_arms(
     check_split(request["tensor_parallel_size"], backend, reason)
     if backend == "vllm":
         return _open_vllm(board, request, data, report)
+    opened_s = time.monotonic()
     engine, _ = open_backend(
         backend,
         model=request["model"],
@@ -225,8 +238,9 @@ def open_arms(
     if backend == "replay":
         return _replayed(board, engine)
     workload = _workload(request, data, engine.tokenizer, engine.info.model)
+    load_s = time.monotonic() - opened_s
     _tell(board, engine.info, workload.blocks, workload)
-    return OneEngine(engine, workload.blocks)
+    return OneEngine(engine, workload.blocks, load_s=load_s)
 
 
 def _open_vllm(
