@@ -77,7 +77,8 @@ def kept_records(data: Path) -> list[Path]:
 def agree(paths: Sequence[Path], rows: list[Row]) -> None:
     """What each sweep decides, over its records once more, and how far apart they are.
 
-    How far by the rules they were run with, and by today's on which finalists are equal.
+    How far by the rules they were run with, and by today's on which finalists
+    are equal.
 
     Args:
         paths: records of each sweep.
@@ -92,10 +93,10 @@ def agree(paths: Sequence[Path], rows: list[Row]) -> None:
         rows.append(row("validated_decode", case, _rate_of(result), "tok/s"))
         rows.append(row("validated_speedup", case, verdict.speedups[verdict.winner], "x"))
     if len(own) > 1:
-        tie = Plan.final_tie_tolerance
-        again = [result_of(path, final_tie_tolerance=tie) for path in paths]
+        tie = Plan.gamma_tie_tolerance
+        again = [result_of(path, gamma_tie_tolerance=tie) for path in paths]
         rows += _apart(own, f"{len(own)} runs, as decided")
-        rows += _apart(again, f"{len(own)} runs, decided again: finalists within {tie:.0%} tie")
+        rows += _apart(again, f"{len(own)} runs, decided again: fewer drafts tie within {tie:.0%}")
 
 
 def _rate_of(result: SweepResult) -> Estimate:

@@ -307,5 +307,5 @@ def test_sweeps_are_compared_by_what_they_decided_and_by_todays_rule() -> None:
     agree(records[1:3], rows)
     own, again = (one for one in rows if one.claim == "gamma_difference")
     assert own.case == "2 runs, as decided (gamma 5, 7)"
-    assert again.case == "2 runs, decided again: finalists within 1% tie (gamma 4, 5)"
+    assert again.case == "2 runs, decided again: fewer drafts tie within 1% (gamma 4, 5)"
     assert (own.value, again.value) == (2.0, 1.0)

@@ -247,6 +247,8 @@ def test_unmeasured_candidates_are_passed_over() -> None:
 
 # ------------------------------------------------------------------ validation
 
+TIES = {"tie_tolerance": 0.005, "gamma_tie_tolerance": 0.01}
+
 
 def _validated(
     truth: dict[SpeculationConfig, float],
@@ -261,9 +263,7 @@ def _validated(
         {config: math.log(rate) + float(random.normal(0, noise)) for config, rate in truth.items()}
         for _ in range(pairs)
     ]
-    return validate(
-        rounds, finalists, PLAIN, level=1 - 0.05 / 3, precision=0.05, tie_tolerance=0.005
-    )
+    return validate(rounds, finalists, PLAIN, level=1 - 0.05 / 3, precision=0.05, **TIES)
 
 
 def test_a_clear_gain_is_validated() -> None:
@@ -293,6 +293,28 @@ def test_a_loss_beyond_the_tolerance_is_not_taken_for_equality() -> None:
     assert verdict.winner == b
     assert verdict.between is not None
     assert verdict.between.est == pytest.approx(130 / 120, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("cheaper", "loss", "ties"),
+    [
+        (_config(3, 0.1), 0.008, True),
+        (_config(3, 0.1), 0.012, False),
+        (_config(5, 0.05), 0.008, False),
+        (_config(5, 0.05), 0.004, True),
+    ],
+)
+def test_more_is_given_up_for_fewer_drafts_than_for_a_smaller_ratio(
+    cheaper: SpeculationConfig, loss: float, ties: bool
+) -> None:
+    fastest = _config(5, 0.1)
+    # Noise that cancels: estimates are exact, and every interval includes 1.
+    rounds = [
+        {PLAIN: 0.0, fastest: 0.3, cheaper: 0.3 + math.log(1 - loss) + sign * 0.02}
+        for sign in (1, -1, 1, -1)
+    ]
+    verdict = validate(rounds, [cheaper, fastest], PLAIN, level=0.95, precision=0.05, **TIES)
+    assert verdict.winner == (cheaper if ties else fastest)
 
 
 def test_plain_decoding_is_an_answer() -> None:
@@ -339,7 +361,7 @@ def test_of_three_finalists_the_cheapest_equal_of_the_fastest_is_taken() -> None
 def test_an_interval_around_one_settles_nothing() -> None:
     a = _config(3)
     rounds = [{a: 0.01 + shift, PLAIN: 0.0} for shift in (0.02, -0.02, 0.01, -0.01, 0.02, -0.02)]
-    verdict = validate(rounds, [a], PLAIN, level=0.98, precision=0.05, tie_tolerance=0.005)
+    verdict = validate(rounds, [a], PLAIN, level=0.98, precision=0.05, **TIES)
     assert verdict.selected == a
     assert verdict.status == "inconclusive"
     assert "neither shown nor excluded" in verdict.why
@@ -358,7 +380,7 @@ def test_false_gains_are_rare_over_repeated_looks() -> None:
         ]
         for look in (6, 10, 16):
             verdict = validate(
-                rounds[:look], [a], PLAIN, level=1 - 0.05 / 3, precision=0.05, tie_tolerance=0.005
+                rounds[:look], [a], PLAIN, level=1 - 0.05 / 3, precision=0.05, **TIES
             )
             if verdict.status == "validated":
                 false_gains += verdict.selected == a

@@ -46,11 +46,11 @@ def test_plan_survives_json() -> None:
     assert again.identity == plan.identity
 
 
-def test_a_plan_from_before_finalists_had_a_tie_of_their_own_keeps_its_one() -> None:
+def test_a_plan_from_before_fewer_drafts_had_a_tie_of_their_own_keeps_its_one() -> None:
     values = _plan().to_dict() | {"tie_tolerance": 0.007}
-    assert Plan.from_dict(values).final_tie_tolerance == _plan().final_tie_tolerance == 0.01
-    del values["final_tie_tolerance"]
-    assert Plan.from_dict(values).final_tie_tolerance == 0.007
+    assert Plan.from_dict(values).gamma_tie_tolerance == _plan().gamma_tie_tolerance == 0.01
+    del values["gamma_tie_tolerance"]
+    assert Plan.from_dict(values).gamma_tie_tolerance == 0.007
 
 
 def test_a_plan_from_before_models_were_split_is_of_one_gpu() -> None:

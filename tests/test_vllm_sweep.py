@@ -164,7 +164,7 @@ def test_one_plugin_start_between_two_of_stock_leaves_a_replayable_profile(
     verdict = outcome.result.validation
     assert verdict is not None
     gains = {config: gain.est for config, gain in verdict.speedups.items()}
-    assert gains[chosen] >= (1 - outcome.result.plan.final_tie_tolerance) * max(gains.values())
+    assert gains[chosen] >= (1 - outcome.result.plan.gamma_tie_tolerance) * max(gains.values())
 
     profile = load_profile(outcome.path)
     assert profile.backend == "vllm"

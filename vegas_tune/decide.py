@@ -349,6 +349,7 @@ def validate(
     level: float,
     precision: float,
     tie_tolerance: float,
+    gamma_tie_tolerance: float,
 ) -> Validation:
     """Judge finalists against plain decoding and each other by paired t intervals.
 
@@ -360,6 +361,7 @@ def validate(
         precision: largest relative half-width that counts as settled; for a large gain an eighth
             of its logarithm, since no decision hangs on more.
         tie_tolerance: throughput that may be given up for a cheaper finalist.
+        gamma_tie_tolerance: that may be given up for one that drafts fewer tokens.
     """
 
     def against(one: SpeculationConfig, other: SpeculationConfig) -> Estimate:
@@ -370,8 +372,10 @@ def validate(
 
     def is_equal(config: SpeculationConfig) -> bool:
         # A loss beyond the tolerance is not equality, even while noise hides it.
+        drafts_fewer = config.num_speculative_tokens < fastest.num_speculative_tokens
+        tolerance = gamma_tie_tolerance if drafts_fewer else tie_tolerance
         loss = against(config, fastest)
-        return loss.est >= 1 - tie_tolerance and loss.low <= 1 <= loss.high
+        return loss.est >= 1 - tolerance and loss.low <= 1 <= loss.high
 
     winner = next(config for config in finalists if config == fastest or is_equal(config))
     others = [config for config in finalists if config != winner]

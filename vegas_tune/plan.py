@@ -137,10 +137,10 @@ class Plan:
             measured before that race; each look may find a faster one.
         max_settings: settings a search step may try, gamma 0 not counted.
         plateau_tolerance: accepted tokens that may be given up on the plateau, a fraction.
-        tie_tolerance: throughput that a step of the search may give up for a cheaper setting, a
-            fraction.
-        final_tie_tolerance: throughput that validation may give up for a cheaper finalist. More,
-            since nothing follows that could add to it, and the finalists lie close together.
+        tie_tolerance: throughput that may be given up for a cheaper setting, a fraction.
+        gamma_tie_tolerance: throughput that validation may give up for a finalist that drafts fewer
+            tokens. More, since nothing follows that could add to it, and since fewer drafts lose
+            less where other text is drafted less well; a smaller ratio loses more there.
         precision: largest half-width of a validated speed-up's interval, a fraction; a large
             gain's may be wider (`decide.validate`).
         stop_precision: half-width at which a validated verdict ends the rounds; where it is below
@@ -175,7 +175,7 @@ class Plan:
     max_settings: int = 6
     plateau_tolerance: float = 0.02
     tie_tolerance: float = 0.005
-    final_tie_tolerance: float = 0.01
+    gamma_tie_tolerance: float = 0.01
     precision: float = 0.05
     stop_precision: float = 0.05
     looks: tuple[int, ...] = DEFAULT_LOOKS
@@ -255,7 +255,7 @@ class Plan:
             ValueError: keys are missing or unknown.
         """
         # One tolerance was both.
-        tolerance = {"final_tie_tolerance": values.get("tie_tolerance")}
+        tolerance = {"gamma_tie_tolerance": values.get("tie_tolerance")}
         values = {**_RULES_BEFORE, **tolerance, **values}
         known = {field.name for field in fields(cls)}
         if set(values) != known:

@@ -99,7 +99,8 @@ def _judge(
         plan.plain,
         level=plan.look_level,
         precision=plan.precision,
-        tie_tolerance=plan.final_tie_tolerance,
+        tie_tolerance=plan.tie_tolerance,
+        gamma_tie_tolerance=plan.gamma_tie_tolerance,
     )
 
 
