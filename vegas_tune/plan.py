@@ -254,7 +254,7 @@ class Plan:
         Raises:
             ValueError: keys are missing or unknown.
         """
-        # One tolerance was both.
+        # Plans had one tolerance for both.
         tolerance = {"gamma_tie_tolerance": values.get("tie_tolerance")}
         values = {**_RULES_BEFORE, **tolerance, **values}
         known = {field.name for field in fields(cls)}

@@ -132,7 +132,7 @@ class Worker:
             poll_s = FIRST_POLL_S
             self._report(f"measuring {task.point.key}")
             with self._pulse.holding(task):
-                # May start an engine, which no measurement is late for.
+                # May start an engine: part of the cost, not of the time after which one hangs.
                 performer = self._arms.performer(task.point.step)
                 with self._pulse.measuring(task):
                     outcome = performer.perform(task.point, task.attempt, task.limit_s)
