@@ -83,11 +83,15 @@ def attention(
     if softcap is not None:
         scaled = softcap * torch.tanh(scaled / softcap)
     _mask_outside(scaled, window)
-    weights = torch.softmax(scaled, dim=-1)
+    visible = None
     if sinks is not None:
         # A sink only lengthens the denominator: p' = p * sigmoid(logsumexp - sink).
         lse = torch.logsumexp(scaled, dim=-1, keepdim=True)
-        weights = weights * torch.sigmoid(lse - sinks.float().view(1, Hkv, G, 1, 1))
+        visible = torch.sigmoid(lse - sinks.float().view(1, Hkv, G, 1, 1))
+    # In place on a CPU, out of whose cache a second tensor of this size would push the first.
+    weights = torch.softmax(scaled, dim=-1, out=scaled if scaled.device.type == "cpu" else None)
+    if visible is not None:
+        weights.mul_(visible)
     if score is not None and score.metric == "weight":
         collected = _collect(weights, score)
     output = torch.matmul(weights.view(B, Hkv, G * S, N).to(value.dtype), value)
