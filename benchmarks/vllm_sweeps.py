@@ -77,8 +77,7 @@ def kept_records(data: Path) -> list[Path]:
 def agree(paths: Sequence[Path], rows: list[Row]) -> None:
     """What each sweep decides, over its records once more, and how far apart they are.
 
-    How far by the rules they were run with, and by today's on which finalists
-    are equal.
+    How far by the rules that each was run with, and by today's on what ties with the fastest.
 
     Args:
         paths: records of each sweep.
